@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 91_350,
-    "modules": 266,
-    "modules with one importer": 46,
+    "shipped lines": 91_650,
+    "modules": 267,
+    "modules with one importer": 47,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,

@@ -1,8 +1,4 @@
-"""The card of a dataset: README.md with front matter that hubs preview, and croissant.json.
-
-https://docs.mlcommons.org/croissant/docs/croissant-spec.html, version 1.0: the files with their
-digests, and the tables as record sets.
-"""
+"""The card of a dataset: README.md with front matter that hubs preview, and croissant.json."""
 
 from __future__ import annotations
 
@@ -12,12 +8,10 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from actds.dataset.info import (
@@ -32,110 +26,10 @@ from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, Finding
 from actds.format import canonical
 from actds.format.schema import REQUIRED_PROVENANCE
-from actds.format.tables import DISPOSITIONS, SCHEMAS
+from actds.format.tables import DISPOSITIONS
+from actds.publish.croissant import BIASES, About, croissant
 from actds.store import layout, open_store
 from actds.text import counted, format_nbytes, printable, share
-
-_CONTEXT: dict[str, Any] = {
-    "@language": "en",
-    "@vocab": "https://schema.org/",
-    "sc": "https://schema.org/",
-    "cr": "http://mlcommons.org/croissant/",
-    "rai": "http://mlcommons.org/croissant/RAI/",
-    "dct": "http://purl.org/dc/terms/",
-    "conformsTo": "dct:conformsTo",
-    "data": {"@id": "cr:data", "@type": "@json"},
-    "dataType": {"@id": "cr:dataType", "@type": "@vocab"},
-    "examples": {"@id": "cr:examples", "@type": "@json"},
-} | {
-    name: f"cr:{name}"
-    for name in (
-        *("citeAs", "column", "equivalentProperty", "extract", "field", "fileObject", "fileSet"),
-        *("fileProperty", "format", "includes", "isLiveDataset", "jsonPath", "key", "md5"),
-        *("parentField", "path", "recordSet", "references", "regex", "repeated", "replace"),
-        *("samplingRate", "separator", "source", "subField", "transform"),
-    )
-}
-_PARQUET, _BYTES = "application/x-parquet", "application/octet-stream"
-
-
-def croissant(
-    catalog: Catalog, name: str, description: str, licence: str, tables: Mapping[str, list[str]]
-) -> bytes:
-    """Return ``croissant.json`` of a sealed dataset."""
-    seal = catalog.seal
-    n, sealed_ns = (0, catalog.genesis.created_ns) if seal is None else (seal.n, seal.sealed_ns)
-    document = {
-        "@context": _CONTEXT,
-        "@type": "sc:Dataset",
-        "conformsTo": "http://mlcommons.org/croissant/1.0",
-        "name": name,
-        "description": description,
-        "license": licence,
-        "version": f"{n}.0.0",
-        "datePublished": _date(sealed_ns),
-        # zarr's own metadata is pinned by the manifests; listed, it would be most of the list.
-        "distribution": [
-            *(
-                {
-                    "@type": "cr:FileObject",
-                    "@id": path,
-                    "name": path,
-                    "contentUrl": path,
-                    "contentSize": f"{entry.nbytes} B",
-                    "encodingFormat": _PARQUET if path.endswith(".parquet") else _BYTES,
-                    "sha256": entry.sha256,
-                }
-                for path, entry in sorted(catalog.files.items())
-                if not path.endswith("zarr.json")
-            ),
-            *(
-                {
-                    "@type": "cr:FileSet",
-                    "@id": f"{table}-files",
-                    "name": f"{table}-files",
-                    "encodingFormat": _PARQUET,
-                    "includes": includes,
-                }
-                for table, includes in tables.items()
-            ),
-        ],
-        "recordSet": [
-            {"@type": "cr:RecordSet", "@id": table, "name": table, "field": list(_fields(table))}
-            for table in tables
-        ],
-    }
-    return (json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n").encode()
-
-
-def _date(time_ns: int) -> str:
-    try:
-        return datetime.fromtimestamp(time_ns // 10**9, UTC).strftime("%Y-%m-%d")
-    except (OverflowError, ValueError):
-        return "1970-01-01"
-
-
-def _fields(table: Any) -> Iterator[dict[str, Any]]:
-    for column in SCHEMAS[table]:
-        repeated = pa.types.is_list(column.type)
-        yield {
-            "@type": "cr:Field",
-            "@id": f"{table}/{column.name}",
-            "name": column.name,
-            "description": (column.metadata or {}).get(b"meaning", b"").decode(),
-            "dataType": _data_type(column.type.value_type if repeated else column.type),
-            **({"repeated": True} if repeated else {}),
-            "source": {"fileSet": {"@id": f"{table}-files"}, "extract": {"column": column.name}},
-        }
-
-
-def _data_type(kind: pa.DataType) -> str:
-    if pa.types.is_integer(kind):
-        return "sc:Integer"
-    if pa.types.is_floating(kind):
-        return "sc:Float"
-    return "sc:Boolean" if pa.types.is_boolean(kind) else "sc:Text"
-
 
 UNKNOWN = "unknown"
 """The licence of a dataset whose owner did not name one."""
@@ -249,8 +143,9 @@ def put_card(
     if layout.CARD in names:
         catalog.store.replace(layout.CARD, text.encode())
     if layout.CROISSANT in names:
-        document = croissant(catalog, _title(facts), _sentence(facts), licence, tables)
-        catalog.store.replace(layout.CROISSANT, document)
+        biases = [] if audit is None else _audit_lines(audit)
+        about = _about(facts, licence, biases)
+        catalog.store.replace(layout.CROISSANT, croissant(catalog, facts, about, tables))
 
 
 def compare_card(catalog: Catalog) -> Iterator[Finding]:
@@ -277,9 +172,18 @@ def compare_card(catalog: Catalog) -> Iterator[Finding]:
             document = json.loads(text)
         except (ValueError, RecursionError):
             document = None
-        named = document.get("license") if isinstance(document, dict) else None
-        want = croissant(catalog, _title(facts), _sentence(facts), _licence(named), tables)
+        document = document if isinstance(document, dict) else {}
+        named, verdict = document.get("license"), document.get(BIASES, [])
+        biases = verdict if isinstance(verdict, list) else []
+        about = _about(facts, _licence(named), biases)
+        want = croissant(catalog, facts, about, tables)
         yield from _difference(layout.CROISSANT, text, want.decode(), ",")
+
+
+def _about(facts: Facts, licence: str, biases: list[Any]) -> About:
+    gaps = [line.text.strip() for line in missing(facts)]
+    made = _sentence(facts) if facts.is_imported else methods(facts)
+    return About(_title(facts), _sentence(facts), licence, made, gaps, biases)
 
 
 def _licence(named: object) -> str:
@@ -430,13 +334,20 @@ def _audit(facts: Facts, audit: _Audit | None) -> Iterator[str]:
     if audit is None:
         yield _IMPORTED if facts.is_imported else _NO_AUDIT
         return
-    answer = audit.answer
+    answer, (_, *places) = audit.answer, _audit_lines(audit)
     yield f"**{_escaped(answer.level)}**: {_escaped(f'{answer.words}. {answer.sentence}')}"
-    for at in audit.places:
-        accepted = " (accepted)" if at.accepted else ""
-        yield "- " + _escaped(f"{at.name}: {at.level}{accepted}, {at.headline}")
+    yield from (f"- {_escaped(place)}" for place in places)
     if answer.load is not None:
         yield "- " + _escaped(f"load it like this: {answer.load}")
+
+
+def _audit_lines(audit: _Audit) -> list[str]:
+    """The answer, and a line for every place."""
+    lines = [f"{audit.answer.level}: {audit.answer.words}. {audit.answer.sentence}"]
+    for at in audit.places:
+        accepted = " (accepted)" if at.accepted else ""
+        lines.append(f"{at.name}: {at.level}{accepted}, {at.headline}")
+    return lines
 
 
 def _use(facts: Facts) -> Iterator[str]:

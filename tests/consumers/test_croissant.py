@@ -10,6 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import actds
+from actds.dataset.info import describe
+from actds.dataset.reading import Catalog
+from actds.store.local import LocalStore
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +38,13 @@ def test_mlcroissant_reads_every_row_of_every_table(
         if one["@type"] == "cr:FileSet"
     }
     assert {"tokens", "requests", "steps", "spans"} <= patterns.keys()
+    hooks = {hook.name: hook for hook in describe(Catalog.read(LocalStore(path))).hooks}
     for records in croissant.metadata.record_sets:
+        if records.name in hooks:
+            [field] = records.fields
+            assert field.array_shape_tuple == (-1, hooks[records.name].d_model)
+            assert [*path.glob(patterns[records.name])]  # zarr, which it describes and cannot read
+            continue
         files = [file for pattern in patterns[records.name] for file in path.glob(pattern)]
         n_rows = sum(pq.read_metadata(file).num_rows for file in files)
         assert sum(1 for _ in croissant.records(records.uuid)) == n_rows > 0

@@ -20,6 +20,7 @@ from actds.dataset.info import describe, page
 from actds.dataset.reading import Catalog
 from actds.format.readouts import Readouts
 from actds.publish.card import methods
+from actds.publish.croissant import About, croissant
 from actds.store.local import LocalStore
 from actds_testing.schedules import busy_shares, simulate
 from actds_testing.synthetic import make_dataset, make_thinned
@@ -223,6 +224,48 @@ def test_croissant_lists_the_files_with_their_digests_and_the_columns(path: Path
         assert one["sha256"] == hashlib.sha256(data).hexdigest()
         assert one["contentSize"] == f"{len(data)} B"
     assert document["version"] == "1.0.0"
+    hooks = {hook.name: hook for hook in describe(Catalog.read(LocalStore(path))).hooks}
     for records in document["recordSet"]:
+        if records["name"] in hooks:
+            [rows] = records["field"]
+            hook = hooks.pop(records["name"])
+            assert (rows["isArray"], rows["arrayShape"]) == (True, f"-1,{hook.d_model}")
+            continue
         columns = pq.read_schema(files_of(path, records["name"])[0]).names
         assert [one["name"] for one in records["field"]] == columns
+    assert not hooks
+
+
+def test_croissant_says_where_rows_come_from_and_what_is_known_to_lack(
+    path: Path, tmp_path: Path
+) -> None:
+    actds.card(path)
+    document = json.loads((path / "croissant.json").read_text())
+    facts = describe(Catalog.read(LocalStore(path)))
+    assert document["conformsTo"][0].endswith("/croissant/1.1")
+    activities = document["prov:wasGeneratedBy"]
+    assert [one["prov:label"].split(",")[0] for one in activities] == [
+        f"run {run.run}" for run in facts.runs
+    ]
+    assert {one["@type"] for one in activities} == {"prov:Activity"}
+    assert document["prov:wasDerivedFrom"] == []  # a simulated run was given no prompts
+    for name, value in (("source", "chats.jsonl"), ("sha256", "ab" * 32)):
+        facts.runs[0].provenance[f"prompts.{name}"] = {"value": value}
+    about = About("n", "d", "unknown", "m", [], [])
+    made = json.loads(croissant(Catalog.read(LocalStore(path)), facts, about, {}))
+    assert made["prov:wasDerivedFrom"] == [
+        {"@type": "prov:Entity", "prov:label": "chats.jsonl", "identifier": f"sha256:{'ab' * 32}"}
+    ]
+    assert document["rai:dataCollection"] == methods(facts)
+    assert any("dropped" in gap for gap in document["rai:dataLimitations"])
+    assert "rai:dataBiases" not in document
+    # The verdict is the owner's to add, and what it says is not made again to compare it.
+    actds.card(path, audit=audit_of(path, tmp_path / "audit.json"))
+    document = json.loads((path / "croissant.json").read_text())
+    assert document["rai:dataBiases"][1] == "rules: WARN (accepted), 3 % left out"
+    assert not [f for f in actds.validate(path).findings if f.place.startswith("croissant")]
+    other = json.dumps({**document, "rai:dataLimitations": []}, separators=(",", ":"))
+    (path / "croissant.json").write_text(other + "\n")
+    [finding] = [f for f in actds.validate(path).findings if f.place.startswith("croissant")]
+    assert finding.code == "E110"
+    actds.card(path)

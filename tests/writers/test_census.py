@@ -13,6 +13,7 @@ from actds_writers.census.census import Census
 from actds_writers.census.process import from_line, to_line
 from actds_writers.ipc.messages import (
     ClientFacts,
+    LeftOut,
     PromptFact,
     Reference,
     Replayed,
@@ -262,3 +263,37 @@ def test_an_idle_engine_has_no_running_request() -> None:
     assert census.progress().running == 1  # no step follows that would say so
     census.observe(finished(1, 1))
     assert (census.progress().running, census.progress().waiting) == (0, 0)
+
+
+def test_what_is_counted_while_it_runs_is_what_the_spans_have_at_the_end() -> None:
+    census = Census()
+    rules = [LeftOut(), LeftOut("sampling:skip", "sampling:skip"), LeftOut(decode="sampling:phase")]
+    for request in range(6):
+        census.observe(replace(arrived(request, 40), left_out=rules[request % 3]))
+    hits = tuple(Reference(request, 0, 32, 0) for request in (3, 4, 5))
+    census.observe(scheduled(0, (0, 0, 40), (1, 0, 40), (2, 0, 40)))
+    census.observe(scheduled(1, (0, 40, 41), (1, 40, 41), (2, 40, 41), (3, 32, 40), (4, 32, 36),
+                             (5, 32, 36), references=hits))  # fmt: skip
+    # Computed before; one row of each request is behind its end.
+    again = scheduled(2, (0, 0, 43), (1, 41, 43), (2, 41, 43), preempted=(0,))
+    census.observe(replace(again, n_undelivered=np.array([1, 1, 1])))
+    # Before that, the request of this step had run on the run's own weights.
+    census.observe(replace(scheduled(3, (3, 40, 41)), mixed=(3,)))
+    for request in range(6):  # the last two before their prompts were computed
+        census.observe(
+            finished(request, 3 if request < 3 else 2, "abort" if request > 3 else "stop")
+        )
+    counted, totals = census.progress(), census.tables(ALL, ClientFacts()).totals
+    assert counted.filtered_tokens == totals["filtered"] > 0
+    assert counted.undelivered_tokens == totals["undelivered"] == 1
+    assert counted.aborted_tokens == totals["aborted"] == 10
+    assert totals["recomputed"] == 41
+
+
+def test_a_dropped_step_loses_what_no_rule_leaves_out() -> None:
+    census = Census()
+    census.observe(replace(arrived(0, 4), left_out=LeftOut("sampling:skip", "sampling:skip")))
+    census.observe(arrived(1, 5))
+    census.observe(StepLost(0, "queue_full"))
+    census.observe(scheduled(0, (0, 0, 4), (1, 0, 5)))
+    assert census.progress().dropped == {"queue_full": 5}

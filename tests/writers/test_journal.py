@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from actds.errors import ActdsError
 from actds.store import layout
+from actds.store.interface import Put
 from actds.store.local import LocalStore
 from actds_writers.census import process as journal_module
 from actds_writers.census.process import (
@@ -179,6 +181,31 @@ def test_a_secured_message_is_on_disk_when_the_answer_comes(tmp_path: Path) -> N
     assert secure(of) is None
     assert [m.step for m in read_journal(LocalStore(tmp_path), DATASET, "r-1")] == [7]
     of.finish()
+
+
+def test_who_waits_is_answered_though_messages_come_faster_than_a_store_takes_segments(
+    tmp_path: Path,
+) -> None:
+    class Store(LocalStore):
+        """While it writes a segment, the engine runs another step."""
+
+        n_segments = 0
+
+        def put_new(self, path: str, parts: Any) -> Put:
+            if not answered.is_set():
+                of.add(StepLost(0, "queue_full"))
+            self.n_segments += 1
+            return super().put_new(path, parts)
+
+    answered = threading.Event()
+    store = Store(tmp_path)
+    of = Journal(store, "r-1", lambda: DATASET)
+    of.add(StepLost(0, "queue_full"))
+    of.secure(lambda error: answered.set())
+    is_answered = answered.wait(10)
+    answered.set()  # else it would never end
+    of.finish()
+    assert is_answered and store.n_segments <= 2
 
 
 def test_many_messages_and_facts_become_several_segments(

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
+import signal
 import socket
+import stat
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +20,7 @@ import pytest
 from test_live import engine_config
 
 import actds
+from actds.dataset.reading import read_genesis
 from actds.errors import ActdsError
 from actds.format.readouts import NONE, readouts_of
 from actds.publish.sealing import seal
@@ -189,6 +194,78 @@ def test_a_port_that_is_taken_costs_the_metrics_and_nothing_else(
         assert "E009" in said(caplog, r"no metrics: .*")[0]
         end(run, engine)
     assert sealed(tmp_path / "acts").n_rows == N_REQUESTS * N_POSITIONS
+
+
+def test_the_port_says_that_capture_has_ended_while_serving_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.actds")
+    out = tmp_path / "acts"
+    run = serving.start(config(), document(out, metrics_port=0))
+    engine = serve(run)
+    port = int(said(caplog, r":(\d+)/metrics")[1])
+    samples = scrape(port)
+    assert samples["actds_capturing", ()] == 1
+    [about] = [dict(labels) for name, labels in samples if name == "actds_run_info"]
+    assert about["run"] == run.link.run
+    assert about["dataset"] == read_genesis(open_store(out)).dataset
+    os.kill(run.pipeline.processes["writer"].pid, signal.SIGKILL)
+    said(caplog, "CAPTURE HAS ENDED, serving continues")
+    samples = scrape(port)
+    assert samples["actds_capturing", ()] == 0
+    assert samples["actds_scheduled_tokens_total", ()] == N_REQUESTS * N_POSITIONS
+    engine.close()
+    run.end("finished")
+
+
+def modes(out: Path) -> dict[str, int]:
+    """Return the mode of the dataset's folder and of all that is in it."""
+    paths = [out, *out.rglob("*")]
+    return {str(path.relative_to(out)): stat.S_IMODE(path.stat().st_mode) for path in paths}
+
+
+@pytest.mark.parametrize(
+    ("settings", "of_file", "of_folder"),
+    [({}, 0o600, 0o700), ({"group_readable": True}, 0o640, 0o750)],
+)
+def test_nobody_else_can_read_what_clients_have_asked(
+    settings: dict[str, Any], of_file: int, of_folder: int
+) -> None:
+    # Outside pytest's own folder, which nobody else can enter anyway.
+    with tempfile.TemporaryDirectory() as open_folder:
+        os.chmod(open_folder, 0o755)
+        out, before = Path(open_folder) / "acts", os.umask(0o022)
+        try:
+            run = serving.start(config(), document(out, **settings))
+            assert os.umask(0o022) == 0o022  # that of the server stays
+        finally:
+            os.umask(before)
+        engine = serve(run)
+        running = modes(out)  # with the journal of the census and what holds back disk space
+        assert any(name.startswith("journal/") for name in running)
+        end(run, engine)
+        written = {**running, **modes(out)}
+        kinds = {name: (out / name).is_dir() for name in written if (out / name).exists()}
+        assert sum(not is_folder for is_folder in kinds.values()) > 10
+        assert set(written.values()) == {of_file, of_folder}
+        for name, is_folder in kinds.items():
+            assert written[name] == (of_folder if is_folder else of_file), name
+        sealed(out)
+        if os.geteuid() == 0 and not settings:
+            # As another user of the machine, who may do all but enter.
+            pid = os.fork()
+            if pid == 0:
+                os.setgroups([])
+                os.setresgid(65534, 65534, 65534)
+                os.setresuid(65534, 65534, 65534)
+                try:
+                    actds.open(out)
+                except ActdsError as error:
+                    is_clear = error.code == "E104" and "Permission denied" in str(error)
+                    os._exit(0 if is_clear else 2)
+                finally:
+                    os._exit(1)
+            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_each_replica_has_a_port_of_its_own(

@@ -23,7 +23,7 @@ from actds.errors import ActdsError
 from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
-from actds_writers.ipc.messages import ClientFacts
+from actds_writers.ipc.messages import ClientFacts, RunInfo
 from actds_writers.monitor.metrics import LATENCY_BUCKETS_S, serve_metrics
 from actds_writers.monitor.progress import Snapshot, format_line, show_progress, take_snapshot
 
@@ -53,7 +53,10 @@ def served(now: Snapshot) -> Samples:
 
 def test_every_metric_has_the_value_of_the_snapshot() -> None:
     dropped = {"queue_full": 1_200, "dma_backpressure": 34}
-    samples = served(snapshot(WRITTEN, dataclasses.replace(COUNTED, dropped=dropped)))
+    lost = {"filtered_tokens": 700, "undelivered_tokens": 20, "aborted_tokens": 9}
+    counted = dataclasses.replace(COUNTED, dropped=dropped, **lost)
+    written = dataclasses.replace(WRITTEN, not_drawn={"thinned": 44})
+    samples = served(snapshot(written, counted))
 
     def value(name: str, **labels: str) -> float:
         return samples[f"actds_{name}", tuple(sorted(labels.items()))]
@@ -64,6 +67,11 @@ def test_every_metric_has_the_value_of_the_snapshot() -> None:
     assert value("recomputed_tokens_total") == 3
     assert value("dropped_tokens_total", reason="queue_full") == 1_200
     assert value("dropped_tokens_total", reason="dma_backpressure") == 34
+    assert value("filtered_tokens_total") == 700
+    assert value("undelivered_tokens_total") == 20
+    assert value("aborted_tokens_total") == 9
+    assert value("thinned_tokens_total") == 44
+    assert value("capturing") == 1
     assert value("rows_total", stage="ring") == 39_000
     assert value("rows_total", stage="disk") == 36_000
     assert value("stage_bytes_total", stage="staging") == 40_000 * 2_304
@@ -114,6 +122,21 @@ def test_rows_that_are_not_finite_or_zero_are_counted_by_hook() -> None:
         assert samples["actds_zero_rows_total", labels] == counts.zero
         assert samples["actds_overflowed_rows_total", labels] == 0
         assert cast["actds_overflowed_rows_total", labels] == counts.infinite
+
+
+def test_a_run_is_named_once_and_not_on_every_series() -> None:
+    run = RunInfo("r-1f0c", "org/tiny", "0123abcd", "live")
+    samples = served(snapshot(dataclasses.replace(WRITTEN, of_run=run)))
+    assert samples["actds_run_info", tuple(sorted(run._asdict().items()))] == 1
+    assert not [key for key in samples if "run" in dict(key[1]) and key[0] != "actds_run_info"]
+    assert not [name for name, _ in served(snapshot(None)) if name == "actds_run_info"]
+
+
+def test_rows_that_a_reserve_has_lost_are_dropped_because_the_queue_was_full() -> None:
+    written = dataclasses.replace(WRITTEN, not_drawn={"dropped": 7})
+    samples = served(snapshot(written, dataclasses.replace(COUNTED, dropped={"queue_full": 10})))
+    assert samples["actds_dropped_tokens_total", (("reason", "queue_full"),)] == 17
+    assert samples["actds_thinned_tokens_total", ()] == 0
 
 
 def test_what_nobody_knows_yet_has_no_sample() -> None:

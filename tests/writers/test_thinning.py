@@ -38,6 +38,7 @@ from actds_writers.capture.hooks import plan_readouts
 from actds_writers.capture.thinning import Reserve, Thin
 from actds_writers.config import HarvestSettings, LiveSettings
 from actds_writers.ipc.messages import ClientFacts, HookSpec, LeftOut, PromptFact
+from actds_writers.monitor.progress import take_snapshot
 from actds_writers.sampling import Regime, keep_rules
 
 N_POSITIONS = PROMPT_LEN + GENERATED - 1
@@ -61,6 +62,13 @@ def harvest(out: Path, policy: str = "thin", engine: Any = SyntheticEngine, **of
         worker.close()
         pipeline.send_client_facts(client)
         totals = pipeline.finish("finished")
+    # Rows that shares leave out without any load are in no counter.
+    if not of_draw.get("keep"):
+        count = {"elapsed_s": 1.0, "requests_done": 120, "requests_total": 120}
+        last = take_snapshot(pipeline.written, pipeline.counted, **count)
+        assert last.thinned == totals["census"]["thinned"]
+        assert last.dropped_tokens == totals["census"]["dropped"]
+        assert last.filtered_tokens == totals["census"]["filtered"]
     seal(open_store(out))
     return totals
 

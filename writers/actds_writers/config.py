@@ -273,6 +273,11 @@ class HarvestSettings(Settings):
         return self
 
     @property
+    def umask(self) -> int | None:
+        """Return the mask of files that the run writes, ``None`` for that of the process."""
+        return None
+
+    @property
     def draws(self) -> bool:
         """Return whether rows are drawn, each with a probability that is recorded."""
         return self.reserves or bool(self.keep)
@@ -527,6 +532,15 @@ class LiveSettings(SamplingRules, HarvestSettings):
         default=True, description="Hash the weight files before the server starts"
     )
     roles: bool = Field(default=True, description="Note who wrote the positions of chats")
+    group_readable: bool = Field(
+        default=False,
+        description="Let the group read the dataset's files; else none but the server's user",
+    )
+
+    @property
+    def umask(self) -> int:
+        """Return the mask of the dataset's files: token ids are the prompts of clients."""
+        return 0o027 if self.group_readable else 0o077
 
     @model_validator(mode="after")
     def _draws_by_what_is_served(self) -> Self:

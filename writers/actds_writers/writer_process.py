@@ -231,6 +231,8 @@ class WriterProcess:
             t_ns=time.time_ns(),
             cast=writer.cast,
             watched=None if writer.watch is None else writer.watch.totals,
+            not_drawn=writer.not_drawn,
+            of_run=writer.of_run,
         )
 
     def _fail(self, error: ActdsError) -> None:

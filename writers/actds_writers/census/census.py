@@ -178,9 +178,12 @@ _COLUMNS = {
 
 
 _COUNTS = np.dtype(
-    [(name, np.int64) for name in ("high_water", "prompt_len", "cached", "generated", "first_step")]
+    [
+        *((n, np.int64) for n in ("high_water", "prompt_len", "cached", "generated", "first_step")),
+        *((phase, np.bool_) for phase in ("prefill", "decode")),  # a rule leaves the phase out
+    ]
 )
-_NO_COUNTS = (0, 0, -1, NO_REQUEST, NO_STEP)
+_NO_COUNTS = (0, 0, -1, NO_REQUEST, NO_STEP, False, False)
 
 
 @dataclass(frozen=True)
@@ -219,6 +222,7 @@ class Census:
         """By pipeline stage, the last step of which it said how it drew."""
         self._dropped: Counter[str] = Counter()
         self._recomputed_tokens = 0
+        self._n_filtered = self._n_undelivered = self._n_aborted = 0
 
     def progress(self) -> CensusProgress:
         # The scheduler reports its queues with each step, and an idle engine has none.
@@ -236,6 +240,9 @@ class Census:
             lane_depth=self._lane_depth,
             queried_tokens=self._queried_tokens,
             recomputed_tokens=self._recomputed_tokens,
+            filtered_tokens=self._n_filtered,
+            undelivered_tokens=self._n_undelivered,
+            aborted_tokens=self._n_aborted,
             dropped={reason: n for reason, n in self._dropped.items() if n},
         )
 
@@ -262,6 +269,14 @@ class Census:
         for phase, left_out in self._left_out.items():
             if (reason := getattr(message.left_out, phase)) is not None:
                 left_out[number] = reason
+                self._counts[phase][number] = True
+
+    def _filtered(self, who: np.ndarray, start: np.ndarray, stop: np.ndarray) -> int:
+        """Return how many positions of some intervals a sampling rule leaves out."""
+        edge, counts = self._counts["prompt_len"][who], self._counts
+        in_prompt = np.clip(np.minimum(stop, edge) - start, 0, None)
+        behind = np.clip(stop - np.maximum(start, edge), 0, None)
+        return int((in_prompt * counts["prefill"][who] + behind * counts["decode"][who]).sum())
 
     def _scheduled(self, message: StepScheduled) -> None:
         for reference in message.references:
@@ -269,9 +284,7 @@ class Census:
         for number in message.preempted:
             if (request := self._requests.running(number)) is not None:
                 request.n_preemptions += 1
-        for left_out in self._left_out.values():
-            for number in message.mixed:
-                left_out.setdefault(number, MIXED_WEIGHTS)
+        self._mix(np.array(message.mixed, np.int64))
         who, start = message.requests, message.starts
         nothing = np.zeros(len(who), np.int64)
         n_late = nothing if message.n_undelivered is None else message.n_undelivered
@@ -291,6 +304,8 @@ class Census:
         new = np.clip(high[who], start, stop)
         high[who] = np.maximum(high[who], stop)
         late = np.maximum(stop - n_late, new)
+        self._n_filtered += self._filtered(who, new, stop)
+        self._n_undelivered += int((stop - late).sum()) - self._filtered(who, late, stop)
         self._pieces.add(who, new, late, CAPTURED, message.step)
         self._pieces.add(who, late, stop, UNDELIVERED, message.step, reason=AFTER_END)
         for number in who[(start >= prompt) & (new < stop)].tolist():
@@ -313,7 +328,8 @@ class Census:
                 "decode_tokens": n_tokens - n_prefill,
                 "recomputed_tokens": n_recomputed,
                 "rejected_tokens": int(n_rejected.sum()),
-                "new_tokens": int((late - new).sum()),
+                # What a drop of the step would lose.
+                "new_tokens": int((late - new).sum()) - self._filtered(who, new, late),
                 "max_seq_len": int((start + message.n_tokens).max()),
                 "n_preempted": len(message.preempted),
                 "cache_hit_ratio": n_hits / n_queried if n_queried else None,
@@ -321,11 +337,22 @@ class Census:
         )
         self._count_drop(message.step)
 
+    def _mix(self, who: np.ndarray) -> None:
+        """Leave out requests that run on KV of other weights, with what they have so far."""
+        high = self._counts["high_water"][who]
+        before = self._filtered(who, high * 0, high)
+        for phase, left_out in self._left_out.items():
+            self._counts[phase][who] = True
+            for number in who.tolist():
+                left_out.setdefault(number, MIXED_WEIGHTS)
+        self._n_filtered += int(high.sum()) - before
+
     def _refer(self, reference: Reference, step: int) -> None:
         owner = NO_REFERENCE if reference.ref_request is None else reference.ref_request
         who, start, stop = np.array([[reference.request], [reference.start], [reference.stop]])
         reason = tables.EXTERNAL if reference.external else None
         self._pieces.add(who, start, stop, CACHE_REF, NO_STEP, owner, reason=reason)
+        self._n_filtered += self._filtered(who, start, stop)
         high = self._counts["high_water"]
         high[reference.request] = max(high[reference.request], reference.stop)
 
@@ -371,6 +398,17 @@ class Census:
             NO_REQUEST if unserved else message.generated_len
         )
         self._n_finished += 1
+        if not unserved:
+            high, due = self._due(np.array([message.request]))
+            self._n_aborted += int((due - high).sum())
+
+    def _due(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return up to where requests are known, and the positions that belong to them."""
+        counts = self._counts[numbers]
+        high, length = counts["high_water"], counts["prompt_len"]
+        generated = _generated(counts["generated"], high, length)
+        due = np.where(generated > 0, length + generated - 1, length)
+        return high, np.maximum(due, high)
 
     TAKES: ClassVar[dict[type, Callable[..., None]]] = {
         RequestArrived: _arrived,
@@ -460,10 +498,7 @@ class Census:
     def _add_uncomputed(self, pieces: StepPieces) -> None:
         """Add the positions that belong to requests and were never computed, as aborted."""
         numbers = np.flatnonzero(self._counts["generated"] != NO_REQUEST)
-        sampled, length = self._counts["generated"][numbers], self._counts["prompt_len"][numbers]
-        high = self._counts["high_water"][numbers]
-        generated = _generated(sampled, high, length)
-        due = np.maximum(np.where(generated > 0, length + generated - 1, length), high)
+        sampled, (high, due) = self._counts["generated"][numbers], self._due(numbers)
         for ended, reason in (
             (sampled != RUNNING, "request_aborted"),
             (sampled == RUNNING, "engine_ended"),

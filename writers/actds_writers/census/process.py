@@ -172,13 +172,15 @@ class Journal:
         return ActdsError("E505", "census journal", got="no dataset", expected="one to write to")
 
     def _write(self) -> None:
-        while self._lines:
+        # What comes meanwhile waits for the next time: a busy engine would let nobody be answered.
+        n_left = len(self._lines)
+        while n_left:
             self._dataset = self._dataset or self._begin()
             if self._dataset is None:
                 return
             with self._changed:
                 n_lines, nbytes = 0, 0
-                while n_lines < len(self._lines) and nbytes < SEGMENT_NBYTES:
+                while n_lines < n_left and nbytes < SEGMENT_NBYTES:
                     nbytes += len(self._lines[n_lines])
                     n_lines += 1
                 taken = self._lines[:n_lines]
@@ -186,6 +188,7 @@ class Journal:
             with self._changed:
                 del self._lines[:n_lines]
                 self._nbytes -= nbytes
+            n_left -= n_lines
 
     def _put(self, lines: list[bytes]) -> None:
         header = _header(self._dataset, self._run, self._n, self._prev, len(lines))

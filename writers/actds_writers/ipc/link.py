@@ -604,9 +604,12 @@ class Hub:
 def process_arguments(name: str) -> tuple[Link, Any]:
     """Return link and settings of a process of a harvest, from its standard input.
 
-    Also sets up its log; an interrupt is left to the command, which decides when a harvest ends.
+    Also sets up its log and the mask of its files; an interrupt is left to the command, which
+    decides when a harvest ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(format=f"actds {name}: %(message)s", stream=sys.stderr)
     link, settings = pickle.load(sys.stdin.buffer)
+    if link.settings.umask is not None:
+        os.umask(link.settings.umask)
     return link, settings

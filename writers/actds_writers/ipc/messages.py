@@ -594,6 +594,15 @@ class WatchTotals:
     n_unsent: int = 0
 
 
+class RunInfo(NamedTuple):
+    """What a run is, as metrics name it; ``model`` and ``mode`` are empty where not known."""
+
+    run: str
+    model: str
+    dataset: str
+    mode: str
+
+
 @dataclass(frozen=True)
 class WriterProgress:
     """Progress of the writer.
@@ -605,6 +614,8 @@ class WriterProgress:
         ring_nbytes: bytes taken out of the ring.
         backlog_nbytes: bytes of the buffers that wait or are being encoded.
         memory_nbytes: bound on the memory of worker and writer.
+        not_drawn: positions that the rules alone would store and the draw left out, by what they
+            are: ``thinned``, or ``dropped`` under a drop policy with a reserve.
     """
 
     n_rows: int
@@ -619,6 +630,8 @@ class WriterProgress:
     t_ns: int | None = None
     cast: str | None = None
     watched: WatchTotals | None = None
+    not_drawn: Mapping[str, int] = field(default_factory=dict)
+    of_run: RunInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -628,6 +641,9 @@ class CensusProgress:
     Args:
         queried_tokens: prompt tokens looked up in the prefix cache.
         recomputed_tokens: of the scheduled tokens, computed before.
+        filtered_tokens: computed or cached positions that a sampling rule leaves out;
+            ``undelivered_tokens``, of the others, those computed past the end.
+        aborted_tokens: positions of requests that ended before these were computed.
     """
 
     scheduled_tokens: int
@@ -642,6 +658,9 @@ class CensusProgress:
     lane_depth: int | None = None
     queried_tokens: int = 0
     recomputed_tokens: int = 0
+    filtered_tokens: int = 0
+    undelivered_tokens: int = 0
+    aborted_tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
 
 

@@ -27,7 +27,14 @@ from actds.format import tables
 from actds.format.schema import RowCounts
 from actds.store import Store
 from actds_writers.ipc.link import aligned
-from actds_writers.ipc.messages import CommitTotals, StageState, Stall, StepRows, WorkerHello
+from actds_writers.ipc.messages import (
+    CommitTotals,
+    RunInfo,
+    StageState,
+    Stall,
+    StepRows,
+    WorkerHello,
+)
 from actds_writers.monitor.progress import Snapshot, summed
 
 if TYPE_CHECKING:
@@ -261,6 +268,11 @@ class SnapshotCollector:
                 yield family
             elif value is not None:
                 yield kinds[kind](f"actds_{name}", meaning, value=value)
+        labels = RunInfo._fields
+        runs = core.GaugeMetricFamily("actds_run_info", "1, of each run.", labels=labels)
+        for run in now.runs:
+            runs.add_metric(run, 1)
+        yield runs
         commits = now.commits
         counts = commits.buckets or (0,) * len(LATENCY_BUCKETS_S)
         buckets = [(str(le), n) for le, n in zip(LATENCY_BUCKETS_S, counts, strict=True)]
@@ -359,6 +371,15 @@ def _metrics(now: Snapshot) -> Iterator[OfMetric]:
     yield "counter", "queried_tokens", looked_up, now.queried_tokens
     dropped = dict(sorted({"queue_full": 0, **now.dropped}.items()))
     yield "counter", "dropped_tokens", "Rows lost to an overflow policy.", ("reason", dropped)
+    for name, words, n_tokens in (
+        ("filtered", "Positions that a sampling rule leaves out.", now.filtered_tokens),
+        ("thinned", "Positions that the draw under load left out.", now.thinned),
+        ("undelivered", "Positions computed past the end of a request.", now.undelivered_tokens),
+        ("aborted", "Positions that requests ended before.", now.aborted_tokens),
+    ):
+        yield "counter", f"{name}_tokens", words, n_tokens
+    capturing = "1 while rows are captured, 0 once that has ended and serving continues."
+    yield "gauge", "capturing", capturing, int(now.is_capturing)
     taken = "Rows per hook: taken by the writer, durable on disk."
     yield "counter", "rows", taken, ("stage", {"ring": now.rows, "disk": c.n_rows})
     of_run = [HookValues.of_run(hook, c.n_rows, n, now.cast) for hook, n in c.values.items()]

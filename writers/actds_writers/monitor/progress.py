@@ -16,11 +16,13 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from actds.dataset.info import HookValues, values_in_words
+from actds.format import tables
 from actds.format.schema import RowCounts
 from actds.text import format_nbytes, format_rate, format_seconds
 from actds_writers.ipc.messages import (
     CensusProgress,
     CommitTotals,
+    RunInfo,
     StageState,
     WatchTotals,
     WriterProgress,
@@ -62,7 +64,10 @@ class Snapshot:
         requests_total: requests to serve; None when not known, as in serving.
         cached_tokens: prompt tokens reused from the prefix cache.
         queried_tokens: prompt tokens looked up there.
+        filtered_tokens: and what follows it: as in ``CensusProgress``.
+        thinned: positions that the rules alone would store and the draw left out.
         last_commit_age_s: None before the first commit.
+        is_capturing: False once capture has ended, while the engine may go on.
     """
 
     elapsed_s: float
@@ -74,6 +79,10 @@ class Snapshot:
     recomputed_tokens: int = 0
     cached_tokens: int = 0
     queried_tokens: int = 0
+    filtered_tokens: int = 0
+    undelivered_tokens: int = 0
+    aborted_tokens: int = 0
+    thinned: int = 0
     rows: int = 0
     row_nbytes: int = 0
     dropped: Mapping[str, int] = field(default_factory=dict)
@@ -86,6 +95,8 @@ class Snapshot:
     writer_silent_s: float | None = None
     cast: str | None = None
     watched: WatchTotals | None = None
+    runs: tuple[RunInfo, ...] = ()
+    is_capturing: bool = True
 
     @property
     def dropped_tokens(self) -> int:
@@ -104,6 +115,9 @@ _CENSUS_COUNTS = (
     "recomputed_tokens",
     "cached_tokens",
     "queried_tokens",
+    "filtered_tokens",
+    "undelivered_tokens",
+    "aborted_tokens",
 )
 
 
@@ -114,6 +128,7 @@ def take_snapshot(
     elapsed_s: float,
     requests_done: int,
     requests_total: int | None,
+    is_capturing: bool = True,
     now_ns: int | None = None,
 ) -> Snapshot:
     """Return a snapshot from the last messages of writer and census, None before the first."""
@@ -137,7 +152,8 @@ def take_snapshot(
         **{name: getattr(c, name) for name in _CENSUS_COUNTS},
         rows=w.n_rows,
         row_nbytes=w.row_nbytes,
-        dropped=dict(c.dropped),
+        dropped=_dropped(c.dropped, w.not_drawn),
+        thinned=w.not_drawn.get("thinned", 0),
         stages=(staging, ring, pool),
         lane=_stage(lane, lane.moved_nbytes, c.lane_depth) if lane else None,
         backlog_nbytes=w.backlog_nbytes,
@@ -147,7 +163,15 @@ def take_snapshot(
         last_commit_age_s=_age_s(w.commits.last_ns, now),
         writer_silent_s=_age_s(w.t_ns, now),
         cast=w.cast,
+        runs=(w.of_run,) if w.of_run else (),
+        is_capturing=is_capturing,
     )
+
+
+def _dropped(of_steps: Mapping[str, int], not_drawn: Mapping[str, int]) -> dict[str, int]:
+    """Return what was dropped by reason: whole steps, and rows where a policy has a reserve."""
+    n_rows, full = not_drawn.get("dropped", 0), tables.QUEUE_FULL
+    return {**of_steps, **({full: of_steps.get(full, 0) + n_rows} if n_rows else {})}
 
 
 def _stage(state: StageState, nbytes: int, newest: int | None) -> Stage:
@@ -202,6 +226,10 @@ def _joined(name: str, values: list[Any]) -> Any:
         return {why: sum(n.get(why, 0) for n in known) for why in dict.fromkeys(chain(*known))}
     if name == "stages":
         return tuple(map(summed, zip(*known, strict=True)))
+    if name == "runs":
+        return tuple(chain(*known))
+    if name == "is_capturing":
+        return all(known)
     if name == "buckets":
         return tuple(map(sum, zip(*filter(None, known), strict=True)))
     return summed(known) if is_dataclass(known[0]) else sum(known)

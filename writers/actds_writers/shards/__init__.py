@@ -345,6 +345,11 @@ class Assembly:
             new = new & step.kept
         return _intervals(step, new)
 
+    def n_not_drawn(self, step: StepRows) -> int:
+        """Return how many positions that is, of the step that was taken or lost last."""
+        mask = step.wanted_but_not_drawn
+        return 0 if mask is None else int(np.count_nonzero(self._new & mask))
+
     def not_drawn(self, step: StepRows) -> list[Interval]:
         """Return the intervals that were not drawn of the step that was taken or lost last."""
         if step.wanted_but_not_drawn is None:

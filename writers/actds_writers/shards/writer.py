@@ -42,6 +42,7 @@ from actds_writers.ipc.messages import (
     HookSpec,
     QueueState,
     RingFree,
+    RunInfo,
     StageState,
     Stall,
     StepDropped,
@@ -418,6 +419,8 @@ class Writer:
         if data is not None:
             store.put_new(layout.profile_path(settings.run), [data])
         self._begin_run(record.model_copy(update={"dataset": dataset}))
+        model, mode = (record.fields[name].value for name in ("model.name", "serving.mode"))
+        self.of_run = RunInfo(settings.run, str(model or ""), dataset, str(mode or ""))
         self.readouts = self._readout_log(hello)
         self.attention = AttentionLog(store, self._chain, settings.run)
         further = ["inclusion"] * (self._design is not None)
@@ -436,6 +439,7 @@ class Writer:
         self._assembly = Assembly(settings.tokens)
         self._stalls = TableLog("stalls")
         self._losses = DropLog()
+        self.n_not_drawn = 0
         self.last_step = -1
 
     @property
@@ -445,6 +449,11 @@ class Writer:
     def stages(self) -> tuple[StageState, ...]:
         lane = () if self.readouts is None else (self.readouts.state,)
         return (*self.meters.states(), *lane)
+
+    @property
+    def not_drawn(self) -> dict[str, int]:
+        overflow = self._settings.harvest.overflow
+        return {"thinned" if overflow == "thin" else "dropped": self.n_not_drawn}
 
     @property
     def row_nbytes(self) -> int:
@@ -478,6 +487,8 @@ class Writer:
         self.meters.step(message.rows)
         self.last_step = message.rows.step
         self._log_loss(message, self._assembly.lost(message.rows))
+        if self._settings.harvest.overflow == "thin":  # else the scheduler counts them as dropped
+            self.n_not_drawn += self._assembly.n_not_drawn(message.rows)
         self._log_not_drawn(message.rows)
         return self.free(None)
 
@@ -541,6 +552,7 @@ class Writer:
             if buffer.n_rows >= self._settings.rows_per_shard:
                 self.committer.commit(phase, buffer)
                 self._filling[phase] = self._spare(message.step)
+        self.n_not_drawn += self._assembly.n_not_drawn(message)
         self._log_not_drawn(message)
 
     def _spare(self, step: int) -> ShardBuffer:

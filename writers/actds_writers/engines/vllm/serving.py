@@ -222,6 +222,7 @@ class LiveRun:
             elapsed_s=time.monotonic() - self._began,
             requests_done=counted.n_finished if counted else 0,
             requests_total=None,
+            is_capturing=self.failure is None,
         )
 
 
@@ -254,7 +255,7 @@ def start(config: Any, document: Any) -> LiveRun:
     places = parse_hooks(settings.hooks, n_layers)
     hooks = hook_specs(places, config_of, "float32")
     looked_at(settings, n_layers)
-    out = destination(settings.out)
+    out = destination(settings.out, 0o777 & ~settings.umask)
     settings = settings.model_copy(update={"out": out})
     lock = hold(out, shared=True)
     try:
@@ -345,8 +346,11 @@ def refuse(config: Any, *, check: bool) -> None:
     refuse_options(options, "engine option")
 
 
-def destination(out: str) -> str:
-    """Return the location of the dataset, absolute if local; raises for a bad one."""
+def destination(out: str, mode: int = 0o700) -> str:
+    """Return the location of the dataset, absolute if local; raises for a bad one.
+
+    ``mode``: of a folder that is made.
+    """
     place = f"{PLACE}.out"
     try:
         folder = local_folder(out)
@@ -355,7 +359,7 @@ def destination(out: str) -> str:
             open_store(out, write=True)
             return out
         folder = folder.expanduser().absolute()
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode, parents=True, exist_ok=True)
         # Another engine may be creating the dataset, in a temporary file.
         names = [entry.name for entry in folder.iterdir() if not entry.name.startswith(".")]
         foreign = bool(names) and layout.GENESIS not in names
