@@ -36,6 +36,7 @@ SOURCES = (
     "benchmarks/results/*.md",
     "examples/*/README.md",
     "examples/*/*.svg",
+    "examples/deploy/*.yaml",
     "examples/*.ipynb",
 )
 API_PAGE = "docs/api.md"
