@@ -34,6 +34,7 @@ _MODULES = {
     "pull": "actds.publish.transfer",
     "push": "actds.publish.transfer",
     "recompress": "actds.rewrite.recompression",
+    "redact": "actds.rewrite.redaction",
     "seal": "actds.publish.sealing",
     "shuffle": "actds.rewrite.shuffling",
     "sign": "actds.publish.signing",

@@ -16,6 +16,7 @@ from actds.publish.signing import verify as verify
 from actds.publish.transfer import pull as pull
 from actds.publish.transfer import push as push
 from actds.rewrite.recompression import recompress as recompress
+from actds.rewrite.redaction import redact as redact
 from actds.rewrite.shuffling import shuffle as shuffle
 from actds_studies.alerts import alerts as alerts
 from actds_studies.attention.api import attention as attention

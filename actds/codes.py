@@ -273,6 +273,9 @@ E425 mark differs [7.11]
 E426 look differs [7.12]
   A line of alerts or attention is of a row that was not looked at, or its values cannot be.
   Leave these two tables out: the rows do not depend on them. Report it to the writer's program.
+E427 redaction not whole [8.6]
+  A request was redacted, and rows, lines or files of it are still there.
+  Call actds redact again with the same request: it ends what was begun.
 # writer: EngineError, section 9
 E501 rows differ from the schedule
   The rows captured in a step are not those the scheduler scheduled.

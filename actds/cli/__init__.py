@@ -47,7 +47,7 @@ _WORDS = "actds.words"
 GROUPS = {
     "Harvest": ("plan", "write", "replay", "recover", "seal"),
     "Judge": ("check", "validate", "audit", "doctor", "explain"),
-    "Use": ("info", "view", "shuffle", "recompress", "export", "import", "schema"),
+    "Use": ("info", "view", "shuffle", "recompress", "redact", "export", "import", "schema"),
     "Study": ("regimes", "stability", "attention", "steer", "profile", "alerts"),
     "Publish": ("card", "push", "pull", "sign", "verify", "attest"),
 }
@@ -432,6 +432,67 @@ def recompress_command(path: str, shards: tuple[str, ...], as_json: bool, **opti
     files = f"files removed {done.n_removed}, kept {done.n_kept}"
     state = "not sealed" if done.seal is None else f"seal {done.seal}"
     print_result("recompress", done, as_json, [words, files, f"{state} {done.digest}"])
+
+
+@cli.command("redact")
+@click.argument("path", metavar="DATASET")
+@click.option(
+    "--request",
+    "requests",
+    multiple=True,
+    metavar="ID",
+    help="Id that the client gave or that the response had, or RUN/NUMBER; repeatable.",
+)
+@click.option(
+    "--label",
+    "labels",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Requests with this label; with several, those that have all of them.",
+)
+@click.option(
+    "--dependents",
+    multiple=True,
+    metavar="PATH",
+    type=click.Path(exists=True, path_type=Path),
+    help="File or folder to search for what was made from this dataset; repeatable.",
+)
+@json_option("Print what was done as JSON (actds.redact 1).")
+def redact_command(
+    path: str,
+    requests: tuple[str, ...],
+    labels: tuple[str, ...],
+    dependents: tuple[Path, ...],
+    as_json: bool,
+) -> None:
+    """Take requests out of every file of a dataset.
+
+    Their tokens, rows, ids, labels and readouts are gone afterwards; the account of every position
+    still adds up, and says "redacted". A sealed dataset is sealed again, so its digest changes, and
+    who pinned an older seal is refused (E805). Copies elsewhere (backups, versions of a bucket,
+    the Hub, what was trained) are yours to find: --dependents lists files that name the dataset.
+
+    \b
+    Examples:
+      actds redact acts --request chatcmpl-8f14e45f
+      actds redact acts --label user=u-1017 --dependents runs/
+    """
+    from actds.rewrite.redaction import redact
+
+    pairs = {name: (equals, value) for name, equals, value in (t.partition("=") for t in labels)}
+    if any(not equals for equals, _ in pairs.values()):
+        raise click.BadParameter(f"{labels} are not NAME=VALUE", param_hint="--label")
+    known = {name: value for name, (_, value) in pairs.items()}
+    done = redact(path, requests, labels=known, dependents=dependents)
+    n = sum(map(len, done.requests.values()))
+    lines = [
+        f"{counted(n, 'request')} redacted: {done.n_rows:,} rows of each hook, "
+        f"{counted(len(done.shards), 'shard')} and {counted(done.n_parts, 'part')} written anew",
+        f"files removed {done.n_removed}",
+        *(f"made from this dataset: {printable(name)}" for name in done.dependents),
+        f"{'not sealed' if done.seal is None else f'seal {done.seal}'} {done.digest}",
+    ]
+    print_result("redact", done, as_json, lines)
 
 
 @cli.command("shuffle")

@@ -7,8 +7,9 @@ They must agree position by position: sums alone do not show two swapped rows or
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +82,13 @@ class Account:
     multiplicity: pa.Table
 
 
+class Redacted(NamedTuple):
+    """Positions of requests that were redacted, by what they were before."""
+
+    captured: int = 0
+    cache_ref: int = 0
+
+
 def account(
     run: str,
     requests: pa.Table,
@@ -126,22 +134,32 @@ class Census:
         self.spans = read_spans(spans, self.notes)
         self.drops = read_drops(drops, self.notes)
 
+    def redacted(self, requests: Collection[int]) -> Redacted:
+        """Return how many positions of redacted requests were captured, and referred to rows."""
+        spans = self.spans
+        of = spans.of("filtered") & (spans.reason == tables.REDACTED)
+        of &= np.isin(spans.request, np.array(sorted(requests), np.int64))
+        length, computed = spans.stop - spans.start, spans.step >= 0
+        return Redacted(int(length[of & computed].sum()), int(length[of & ~computed].sum()))
+
     def account(
         self,
         rows: Iterable[pa.Table],
         design: Design | None = None,
         aside: Mapping[tables.TableName, pa.Table] | None = None,
         interventions: Sequence[Intervention] = (),
+        redacted: Collection[int] = (),
     ) -> Account:
         """Return the account of the rows of some shards, which have to be all of the run.
 
         Args:
             rows: the token tables, taken one at a time; about 30 bytes per row are kept.
             design: as for ``account``; ``aside`` and ``interventions`` likewise.
+            redacted: requests whose rows and lines are gone (section 8.6).
         """
         shares, requests = None, self.requests
         if design is not None:
-            shares = Shares.of(design, requests.index, requests.prompt_len, aside or {})
+            shares = Shares.of(design, requests.index, requests.prompt_len, aside or {}, redacted)
         marks = Marks.of(interventions, aside or {})
         return _account(self, rows, shares, marks, self.notes.copy())
 

@@ -25,6 +25,7 @@ from actds.format.schema import (
     PartBody,
     PartTable,
     Phase,
+    RedactBody,
     ReplaceBody,
     ShardBody,
     ShardManifest,
@@ -105,20 +106,31 @@ class NewShard:
     def _note(self, path: str, written: Put) -> None:
         self._entries.append(FileEntry(path=path, nbytes=written.nbytes, sha256=written.sha256))
 
-    def commit(self, manifest: ShardManifest, *, replaced: str | None = None) -> None:
+    def commit(
+        self,
+        manifest: ShardManifest,
+        *,
+        replaced: str | None = None,
+        redacted: Sequence[int] = (),
+    ) -> None:
         """Write the manifest, then the record: the rows are acknowledged when this returns.
 
         Args:
             manifest: of the files that were put.
             replaced: the shard that this one replaces.
+            redacted: the requests whose rows it lacks.
 
         Raises:
             ActdsError: as ``put``.
         """
         with self.chain.fatal():
-            data = schema.to_bytes(manifest)
-            digest = self.store.put_new(layout.manifest_path(self.name), [data]).sha256
-        n_rows = manifest.n_rows
+            data, path = schema.to_bytes(manifest), layout.manifest_path(self.name)
+            written = self.store.put_new(path, [data])
+        n_rows, digest = manifest.n_rows, written.sha256
+        if replaced is not None and redacted:
+            entry = FileEntry(path=path, nbytes=written.nbytes, sha256=digest)
+            redact(self.chain, redacted, layout.manifest_path(replaced), entry, n_rows)
+            return
         if replaced is None:
             body = ShardBody(shard=self.name, manifest_sha256=digest, n_rows=n_rows)
             self.chain.append("shard", body)
@@ -127,6 +139,24 @@ class NewShard:
             "replace",
             ReplaceBody(replaced=replaced, shard=self.name, manifest_sha256=digest, n_rows=n_rows),
         )
+
+
+def redact(
+    chain: Chain, requests: Sequence[int], replaced: str, file: FileEntry | None, n_rows: int
+) -> None:
+    """Commit what stands in the place of a shard or part without some requests.
+
+    Args:
+        chain: a tool chain of the run.
+        requests: all requests of the run that are to be gone, ascending.
+        replaced: path of the manifest or part.
+        file: of the manifest or part in its place; None for a shard without a row left.
+        n_rows: its rows.
+
+    Spec: 0.1 section 8.6.
+    """
+    body = RedactBody(requests=[*requests], replaced=replaced, file=file, n_rows=n_rows)
+    chain.append("redact", body)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ a step were drawn. A row too many, one too few, or another probability, and the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,7 @@ class Shares:
         sampled: keys of sampled tokens by request and position, ascending and distinct.
         known: float64 ``(1 + n_probes, n)``, entropy and scores that each of them was sampled with.
         takes: by the number of each rule for requests, whether it takes each.
+        redacted: requests of which nothing says any more what the rules gave their positions.
     """
 
     design: Design
@@ -47,6 +48,7 @@ class Shares:
     known: Floats
     roles: Roles | None
     takes: dict[int, Bools]
+    redacted: Ints
 
     @classmethod
     def of(
@@ -55,6 +57,7 @@ class Shares:
         index: Callable[[Ints], Ints],
         prompt_len: Ints,
         aside: Mapping[TableName, pa.Table],
+        redacted: Collection[int] = (),
     ) -> Shares:
         """Return the shares of a run; ``aside`` has the columns of ``columns_of``."""
         roles, takes = None, {}
@@ -70,7 +73,8 @@ class Shares:
             roles = Roles(aside["roles"])
         if design.reads_requests:
             takes = _takes(design, index, len(prompt_len), aside["requests"])
-        return cls(design, index, prompt_len, sampled, known, roles, takes)
+        gone = np.array(sorted(redacted), np.int64)
+        return cls(design, index, prompt_len, sampled, known, roles, takes, gone)
 
     def of_positions(self, request: Ints, position: Ints) -> Floats:
         if not self.design.keep:
@@ -220,7 +224,8 @@ def _check_spans(shares: Shares, spans: Spans, steps: Steps, notes: Notes) -> No
         for i in notes.each("E424", np.flatnonzero(wrong)):
             place = notes.place("census", "spans", *spans.at(i))
             notes.add("E424", f"{place} inclusion", got, expected)
-    chosen = np.flatnonzero(~np.isnan(stated) & (spans.of("thinned") | lost))
+    known = ~np.isin(spans.request, shares.redacted)
+    chosen = np.flatnonzero(~np.isnan(stated) & (spans.of("thinned") | lost) & known)
     if shares.design.unit == "request":
         share = _of_requests(spans, steps, spans.request[chosen])
     else:

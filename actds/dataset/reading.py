@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 
 from actds.dataset.account import TOTALS
 from actds.dataset.ledger import ChainState, chain_names, read_broken_chain, read_chain
+from actds.dataset.replacement import Replacement, committed, new_part, new_shard, resolve
 from actds.errors import ActdsError, Findings
 from actds.format import canonical, schema, tables
 from actds.format.apart import TablesApart
@@ -31,6 +32,7 @@ from actds.format.schema import (
     LedgerRecord,
     OpenBody,
     PartBody,
+    RedactBody,
     ReplaceBody,
     RunBody,
     RunRecord,
@@ -39,7 +41,6 @@ from actds.format.schema import (
     ShardManifest,
 )
 from actds.format.shard import (
-    TOKENS,
     Shard,
     check_sha256,
     data_files,
@@ -54,18 +55,6 @@ from actds.store import Store, layout, local_folder
 CENSUS_TABLES: tuple[TableName, ...] = ("requests", "steps", "spans")
 _SEAL_NAME = re.compile(r"seal/([0-9]{4,8})\.json")
 _MAX_RECORDS = 1_000_000  # of a chain that a seal names where nothing can be listed
-_SAME_IN_REPLACEMENT = (
-    "run",
-    "phase",
-    "n_rows",
-    "hooks",
-    "values",
-    "order",
-    "permutation_seed",
-    "first_step",
-    "last_step",
-    "row_set_sha256",
-)
 
 
 @dataclass
@@ -82,6 +71,8 @@ class Catalog:
         shards: manifests of the current shards, by run and then in the order of their commits;
             a replacement has the place of the shard that it replaces.
         replaced: manifests of replaced shards; their data may be removed.
+        replacements: ``replace`` and ``redact`` records that have an effect.
+        replaced_parts: paths of the parts that they replace.
         parts: committed parts by (run, table).
         seals: seals, in order.
         seal_digests: their digests.
@@ -103,6 +94,8 @@ class Catalog:
     runs: dict[str, RunRecord] = field(default_factory=dict)
     shards: list[ShardManifest] = field(default_factory=list)
     replaced: list[ShardManifest] = field(default_factory=list)
+    replacements: list[Replacement] = field(default_factory=list)
+    replaced_parts: list[str] = field(default_factory=list)
     parts: dict[tuple[str, str], list[PartBody]] = field(default_factory=dict)
     seals: list[Seal] = field(default_factory=list)
     seal_digests: list[str] = field(default_factory=list)
@@ -219,10 +212,35 @@ class Catalog:
         ]
 
     @property
+    def superseded(self) -> list[str]:
+        """Return the paths of replaced parts, and of the data files of replaced shards."""
+        paths = [path for manifest in self.replaced for path in data_files(manifest)]
+        return paths + self.replaced_parts
+
+    @property
     def removable(self) -> list[str]:
-        """Return the paths of the data files of replaced shards that are still there."""
-        paths = (path for manifest in self.replaced for path in data_files(manifest))
-        return [path for path in paths if self.store.exists(path)]
+        """Return the paths of superseded files that are still there."""
+        return [path for path in self.superseded if self.store.exists(path)]
+
+    def redacted(self, run: str) -> set[int]:
+        """Return the numbers of the requests of a run that are gone, or to go.
+
+        Spec: 0.1 section 8.6.
+        """
+        return {n for one in self.replacements if one.run == run for n in one.requests}
+
+    @property
+    def redacted_paths(self) -> set[str]:
+        """Return what was committed and replaced, at last or on the way, by a redaction."""
+        by_old = {one.old: one for one in self.replacements}
+        paths = set()
+        for path in by_old:
+            at: str | None = path
+            while at in by_old and not by_old[at].requests:
+                at = committed(by_old[at].body)
+            if at in by_old:
+                paths.add(path)
+        return paths
 
     @property
     def digest(self) -> str:
@@ -481,7 +499,7 @@ def read_records(
     reader = _Reader(catalog, None)
     for record in records:
         reader.take(chain, record)
-    catalog.shards += [replacement.manifest for replacement in reader.replacements]
+    catalog.shards += [r.manifest for r in reader.replacements if r.manifest is not None]
     for manifest in catalog.shards:
         catalog.files.update(data_files(manifest))
     reader.check_sizes()
@@ -527,15 +545,6 @@ def _names_by_seal(store: Store, pinned: Seal | None = None) -> list[str]:
     return names
 
 
-@dataclass(frozen=True)
-class _Replacement:
-    """A ``replace`` record, the place of the record, and the manifest that it commits."""
-
-    body: ReplaceBody
-    place: str
-    manifest: ShardManifest
-
-
 class _Reader:
     """Fills a catalogue: the chains, what their records name, the seals."""
 
@@ -543,7 +552,7 @@ class _Reader:
         self.catalog, self.pinned = catalog, pinned
         self.store, self.genesis = catalog.store, catalog.genesis
         self.hooks = {hook.name for hook in self.genesis.hooks}
-        self.replacements: list[_Replacement] = []
+        self.replacements: list[Replacement] = []
 
     def read_chains(self) -> None:
         catalog, dataset = self.catalog, self.genesis.dataset
@@ -571,9 +580,7 @@ class _Reader:
         for state in catalog.chains.values():
             for record in state.records:
                 self.take(state, record)
-        self._replace()
         order = {run: number for number, run in enumerate(catalog.run_ids)}
-        catalog.shards.sort(key=lambda manifest: order.get(manifest.run, len(order)))
         catalog.runs = {run: catalog.runs[run] for run in order if run in catalog.runs}
         ordered = sorted(catalog.parts, key=lambda key: order.get(key[0], len(order)))
         catalog.parts = {
@@ -582,11 +589,15 @@ class _Reader:
         for (run, table), parts in catalog.parts.items():
             with catalog.findings.noting("ledger"):
                 self._check_numbers(run, table, [part.file.path for part in parts])
+        self._replace()
+        catalog.shards.sort(key=lambda manifest: order.get(manifest.run, len(order)))
 
     def _check_numbers(self, run: str, table: str, paths: list[str]) -> None:
         """Check that the parts of a table are numbered without a gap: what is gone leaves one."""
         if run in self.catalog.incomplete:
             return  # what cannot be read may have been a part
+        of_tools = {r.part for r in self.replacements if r.part is not None}
+        paths = sorted({*paths, *(p for p in of_tools if layout.is_part_path(p, table, run))})
         for n, path in enumerate(paths):
             wanted = layout.part_path(table, run, n)
             if path != wanted:
@@ -606,15 +617,18 @@ class _Reader:
                 catalog.shards.append(self._take_shard(state, body, place, "writer"))
             elif isinstance(body, ReplaceBody):
                 manifest = self._take_shard(state, body, place, "tool")
-                self.replacements.append(_Replacement(body, place, manifest))
+                self.replacements.append(Replacement(state.run, place, body, manifest))
+            elif isinstance(body, RedactBody):
+                self._take_redaction(state, body, place)
             elif isinstance(body, PartBody):
                 self._take_part(state, body, place)
         except ActdsError as error:
             catalog.findings.take("structure", error)
             if error.code != "E310":  # of a shard committed twice the first commit counts
                 catalog.incomplete.add(state.run)
-                if isinstance(body, ShardBody | ReplaceBody):
-                    catalog.opaque.add(layout.shard_dir(body.shard))
+                shard = layout.shard_of(committed(body) or "")
+                if shard is not None:
+                    catalog.opaque.add(layout.shard_dir(shard))
 
     def _take_run(self, state: ChainState, body: RunBody, place: str) -> None:
         path = layout.run_path(body.run)
@@ -662,6 +676,22 @@ class _Reader:
         self._check_manifest(manifest, path)
         self.catalog.reached.update(data_files(manifest))
         return manifest
+
+    def _take_redaction(self, state: ChainState, body: RedactBody, place: str) -> None:
+        entry, manifest = body.file, None
+        if state.kind != "tool":
+            _foreign(state, place, f"a redaction in a {state.kind} chain", "a tool chain")
+        if sorted(set(body.requests)) != body.requests:
+            expected = "ascending numbers of requests"
+            raise ActdsError("E103", f"{place} requests", got="another order", expected=expected)
+        if entry is None and body.n_rows:
+            raise ActdsError("E203", place, got=f"{body.n_rows} rows of no file", expected="none")
+        if entry is not None and (shard := layout.shard_of(entry.path)) is not None:
+            commit = ShardBody(shard=shard, manifest_sha256=entry.sha256, n_rows=body.n_rows)
+            manifest = self._take_shard(state, commit, place, "tool")
+        elif entry is not None:
+            self._reach(entry.path, place)
+        self.replacements.append(Replacement(state.run, place, body, manifest))
 
     def _check_manifest(self, manifest: ShardManifest, path: str) -> None:
         """Check a manifest for consistency and against the genesis."""
@@ -718,18 +748,33 @@ class _Reader:
     def _replace(self) -> None:
         """Apply the replacements.
 
-        An invalid record has no effect: the shard that it would replace stays current. One that
-        replaces a shard whose manifest cannot be read is valid, for the manifest is the finding.
+        An invalid record has no effect: what it would replace stays current. One that replaces a
+        shard whose manifest cannot be read is valid, for the manifest is the finding.
         """
         catalog = self.catalog
-        judged, rest = list[_Replacement](), list[_Replacement]()
+        shards, parts, rest = list[Replacement](), list[Replacement](), list[Replacement]()
         for replacement in self.replacements:
-            is_unread = layout.shard_dir(replacement.body.replaced) in catalog.opaque
-            (rest if is_unread else judged).append(replacement)
-        _resolve(catalog, judged)
-        catalog.shards += [replacement.manifest for replacement in rest]
+            if (shard := replacement.shard) is None:
+                parts.append(replacement)
+            else:
+                is_unread = layout.shard_dir(shard) in catalog.opaque
+                (rest if is_unread else shards).append(replacement)
+        catalog.shards, catalog.replaced, fitting = resolve(
+            shards, catalog.shards, new_shard, catalog.findings
+        )
+        catalog.shards += [other.manifest for other in rest if other.manifest is not None]
         for manifest in catalog.shards:
             catalog.files.update(data_files(manifest))
+        committed = [part for of_table in catalog.parts.values() for part in of_table]
+        current, gone, of_parts = resolve(parts, committed, new_part, catalog.findings)
+        for part in gone:
+            del catalog.files[part.file.path]
+        in_place = iter(current)
+        for key, of_table in catalog.parts.items():
+            catalog.parts[key] = [next(in_place) for _ in of_table]
+        catalog.files.update({part.file.path: part.file for part in current})
+        catalog.replaced_parts = [part.file.path for part in gone]
+        catalog.replacements = [*fitting, *of_parts, *rest]
 
     def read_seals(self) -> None:
         catalog = self.catalog
@@ -795,7 +840,8 @@ class _Reader:
                 nbytes = self.store.size(path)
             except ActdsError as error:
                 catalog.unsound.add(path)
-                catalog.findings.take("structure", error)
+                later = None if self.pinned is None else _superseding(catalog, path)
+                catalog.findings.take("structure", error if later is None else later)
                 continue
             if nbytes != entry.nbytes:
                 catalog.unsound.add(path)
@@ -803,60 +849,28 @@ class _Reader:
                 catalog.findings.add("integrity", "E201", path, got, expected)
 
 
+def _superseding(catalog: Catalog, path: str) -> ActdsError | None:
+    """Return E805 for a file of a pinned seal that a later record replaced.
+
+    Spec: 0.1 section 15.5.
+    """
+    store, place = catalog.store, path
+    if path.startswith("shards/"):
+        place = layout.manifest_path(path.split("/")[1])
+    for chain in set(chain_names(store)) - catalog.chains.keys():
+        for record in read_broken_chain(store, catalog.genesis.dataset, chain).records:
+            body = record.typed_body()
+            if isinstance(body, ReplaceBody | RedactBody):
+                at = layout.record_path(chain, record.seq)
+                if Replacement("", at, body).old == place:
+                    word = "a redaction" if isinstance(body, RedactBody) else "a replacement"
+                    return ActdsError(
+                        "E805", at, got=f"{word} of {place}", expected="it, as sealed"
+                    )
+    return None
+
+
 def _foreign(state: ChainState, place: str, got: str, expected: str) -> None:
     """Raise E303, but not for records of a broken chain: its break is the finding."""
     if state.state != "broken":
         raise ActdsError("E303", place, got=got, expected=expected)
-
-
-def _resolve(catalog: Catalog, replacements: list[_Replacement]) -> None:
-    """Replace shards by those that the records name.
-
-    Chains have no order among each other, so a record waits until the shard that it replaces is
-    committed, by a ``shard`` or by another ``replace`` record.
-
-    Spec: 0.1 section 8.5.
-    """
-    shards, replaced = catalog.shards, catalog.replaced
-    at = {manifest.shard: index for index, manifest in enumerate(shards)}
-    waiting, n_before = list(replacements), -1
-    while waiting and len(waiting) != n_before:
-        n_before, later = len(waiting), list[_Replacement]()
-        for replacement in waiting:
-            index = at.get(replacement.body.replaced)
-            if index is None:
-                later.append(replacement)
-                continue
-            try:
-                _check_replacement(replacement, shards[index])
-            except ActdsError as error:
-                catalog.findings.take("ledger", error)
-                continue
-            replaced.append(shards[index])
-            shards[index] = replacement.manifest
-            at[replacement.manifest.shard] = index
-        waiting = later
-    for replacement in waiting:
-        got = f"shard {replacement.body.replaced}, which is not committed"
-        catalog.findings.take("ledger", _misfit(replacement, got, "a committed shard"))
-
-
-def _check_replacement(new: _Replacement, old: ShardManifest) -> None:
-    """Check that a shard is current and that another one holds the same rows in the same order."""
-    if old.shard != new.body.replaced:
-        raise _misfit(new, f"shard {new.body.replaced}, replaced already", "a current shard")
-    for name in _SAME_IN_REPLACEMENT:
-        got, expected = getattr(new.manifest, name), getattr(old, name)
-        if got != expected:
-            raise _misfit(new, f"{name} {got}", f"{expected}, as of shard {old.shard}")
-    got_tokens, tokens = _tokens(new.manifest), _tokens(old)
-    if got_tokens != tokens:
-        raise _misfit(new, f"other bytes in {TOKENS}", f"those of shard {old.shard}")
-
-
-def _tokens(manifest: ShardManifest) -> list[FileEntry]:
-    return [entry for entry in manifest.files if entry.path == TOKENS]
-
-
-def _misfit(replacement: _Replacement, got: str, expected: str) -> ActdsError:
-    return ActdsError("E311", replacement.place, got=got[:400], expected=expected[:400])

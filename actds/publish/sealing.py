@@ -19,12 +19,13 @@ import pyarrow as pa
 from actds.dataset.account import TOTALS, Account, Census
 from actds.dataset.drawn import columns_of
 from actds.dataset.reading import CENSUS_TABLES, Catalog, heads_root, no_such_seal
+from actds.dataset.redacted import left_over
+from actds.dataset.replacement import Replacement, committed
 from actds.errors import ActdsError, Finding, Findings, Severity
 from actds.format import canonical, schema, tables
 from actds.format.inclusion import Design
 from actds.format.interventions import interventions_of
-from actds.format.schema import FileEntry, Head, ReplaceBody, RunBody, Seal, ShardBody
-from actds.format.shard import data_files
+from actds.format.schema import FileEntry, Head, RedactBody, ReplaceBody, RunBody, Seal, ShardBody
 from actds.publish.card import put_card
 from actds.store import Store, layout, open_store
 
@@ -77,13 +78,15 @@ def account_run(catalog: Catalog, run: str) -> Account:
     """Return the account of a run; with hooks in disjoint shards, every hook has to agree."""
     record = catalog.runs.get(run)
     design, interventions = Design.of(record), interventions_of(record)
+    redacted = catalog.redacted(run)
     census = Census(run, *(catalog.table(table, run) for table in (*CENSUS_TABLES, "drops")))
     aside = {table: catalog.table(table, run) for table in columns_of(design, interventions)}
     accounts = [
-        census.account((shard.tokens() for shard in shards), design, aside, interventions)
+        census.account((shard.tokens() for shard in shards), design, aside, interventions, redacted)
         for _, shards in catalog.row_sets(run)
     ]
     findings = [finding for account in accounts for finding in account.findings]
+    findings += left_over(catalog, run)
     return Account(list(dict.fromkeys(findings)), accounts[0].totals, accounts[0].multiplicity)
 
 
@@ -195,9 +198,10 @@ def sums(catalog: Catalog) -> bytes:
                 digests[layout.run_path(body.run)] = body.sha256
             elif isinstance(body, ShardBody | ReplaceBody):
                 digests[layout.manifest_path(body.shard)] = body.manifest_sha256
-    for manifest in catalog.replaced:
-        for path in data_files(manifest):
-            digests.pop(path, None)
+            elif isinstance(body, RedactBody) and body.file is not None:
+                digests[body.file.path] = body.file.sha256
+    for path in catalog.superseded:
+        digests.pop(path, None)
     return "".join(f"{digests[path]}  {path}\n" for path in sorted(digests)).encode()
 
 
@@ -304,15 +308,16 @@ def check_pin(catalog: Catalog, seal: str) -> int:
     if seal not in catalog.seal_digests:
         raise no_such_seal(catalog.seal_digests, seal)
     pinned = catalog.seals[catalog.seal_digests.index(seal)]
-    covered: set[str] = set()
+    covered: set[str | None] = set()
     for chain in pinned.heads.keys() & catalog.chains.keys():
-        bodies = (record.typed_body() for record in catalog.chains[chain].records)
-        covered |= {body.shard for body in bodies if isinstance(body, ShardBody | ReplaceBody)}
+        covered |= {committed(record.typed_body()) for record in catalog.chains[chain].records}
     for chain in catalog.chains.keys() - pinned.heads.keys():
         for record in catalog.chains[chain].records:
-            body = record.typed_body()
-            if isinstance(body, ReplaceBody) and body.replaced in covered:
-                place = layout.record_path(chain, record.seq)
-                got = f"{body.shard} in place of shard {body.replaced}"
-                raise ActdsError("E805", place, got=got, expected=f"the shards of seal {pinned.n}")
+            body, place = record.typed_body(), layout.record_path(chain, record.seq)
+            if not isinstance(body, ReplaceBody | RedactBody):
+                continue
+            if (old := Replacement("", place, body).old) in covered:
+                word = "a redaction" if isinstance(body, RedactBody) else "another shard"
+                got, expected = f"{word} in place of {old}", f"the files of seal {pinned.n}"
+                raise ActdsError("E805", place, got=got, expected=expected)
     return pinned.n

@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from actds.dataset.reading import Catalog, read_dataset
 from actds.errors import ActdsError, not_installed
 from actds.executor import Executor, ExecutorName, open_executor
-from actds.format.shard import data_files
 from actds.publish.card import put_card
 from actds.publish.sealing import check_pin, parse_pin, put_sums
 from actds.store import check_path, file_sha256, layout, local_folder, refuse_within_dataset
@@ -350,9 +349,8 @@ def pull(
 
 def _data(catalog: Catalog) -> dict[str, str | None]:
     """What a dataset needs beside its documents, each with its digest."""
-    replaced = {path for manifest in catalog.replaced for path in data_files(manifest)}
     pins = catalog.pins
-    needed = (catalog.reached - replaced) | pins.keys()
+    needed = (catalog.reached - {*catalog.superseded}) | pins.keys()
     return {path: pins.get(path) for path in sorted(needed) if not _DOCUMENT.fullmatch(path)}
 
 

@@ -109,7 +109,7 @@ def recompress(
         n_removed = _remove_leftovers(store, catalog)
         removable = catalog.removable
         for name in () if keep else removable:
-            _remove(store, name)
+            remove_file(store, name)
     return Recompressed(
         shards={old.shard: new.shard for old, new in done},
         nbytes_before=array_nbytes(*(old for old, _ in done)),
@@ -260,15 +260,21 @@ def _remove_leftovers(store: LocalStore, catalog: Catalog) -> int:
         if path not in catalog.reached and path.split("/")[1].rpartition("-")[0] in tools
     ]
     for path in left:
-        _remove(store, path)
+        remove_file(store, path)
     return len(left)
 
 
-def _remove(store: LocalStore, path: str) -> None:
-    file = store.local_path(path)
+def remove_file(store: Store, path: str) -> None:
+    """Remove a file, and the folders of this machine that are empty then.
+
+    Raises:
+        ActdsError: E503 the file stays.
+    """
+    store.remove(path)
+    if not isinstance(store, LocalStore):
+        return
     try:
-        file.unlink()
-        for folder in file.relative_to(store.root).parents[:-1]:
+        for folder in Path(path).parents[:-1]:
             if any((store.root / folder).iterdir()):
                 break
             (store.root / folder).rmdir()

@@ -60,6 +60,13 @@ def manifest_path(shard: str) -> str:
     return f"shards/{shard}/shard.json"
 
 
+def shard_of(path: str) -> str | None:
+    """Return the shard whose manifest is at a path, None where another file is."""
+    folder, _, name = path.rpartition("/")
+    top, _, shard = folder.partition("/")
+    return shard if (top, name) == ("shards", "shard.json") and "/" not in shard else None
+
+
 def array_dir(hook: str) -> str:
     """Return the folder of a hook's array, relative to the shard folder."""
     return f"acts.zarr/{hook}"

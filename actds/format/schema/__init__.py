@@ -38,6 +38,7 @@ from actds.format.schema.v0_1 import PartTable as PartTable
 from actds.format.schema.v0_1 import Phase as Phase
 from actds.format.schema.v0_1 import ProvenanceField as ProvenanceField
 from actds.format.schema.v0_1 import RecordType as RecordType
+from actds.format.schema.v0_1 import RedactBody as RedactBody
 from actds.format.schema.v0_1 import ReplaceBody as ReplaceBody
 from actds.format.schema.v0_1 import RowCounts as RowCounts
 from actds.format.schema.v0_1 import RunBody as RunBody

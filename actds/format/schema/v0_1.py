@@ -386,6 +386,22 @@ class ReplaceBody(Document):
     n_rows: Count
 
 
+class RedactBody(Document):
+    """Requests are gone from a file: it is read no more, and another stands in its place.
+
+    Spec: 0.1 section 8.6.
+    """
+
+    requests: Annotated[list[Count], Field(min_length=1)] = Field(
+        description="all requests of the run that are gone with this record or others, ascending"
+    )
+    replaced: RelativePath = Field(description="manifest of a shard, or part of a table")
+    file: FileEntry | None = Field(
+        description="what stands in its place; null for a shard without a row left"
+    )
+    n_rows: Count = Field(description="rows of the file, or of the shard")
+
+
 class CloseBody(Document):
     """The writer of the chain ended and commits nothing more.
 
@@ -403,14 +419,15 @@ class FenceBody(Document):
     reason: Text
 
 
-RecordType = Literal["open", "run", "shard", "part", "replace", "close", "fence"]
-Body = OpenBody | RunBody | ShardBody | PartBody | ReplaceBody | CloseBody | FenceBody
+RecordType = Literal["open", "run", "shard", "part", "replace", "redact", "close", "fence"]
+Body = OpenBody | RunBody | ShardBody | PartBody | ReplaceBody | RedactBody | CloseBody | FenceBody
 BODIES: dict[RecordType, type[Document]] = {
     "open": OpenBody,
     "run": RunBody,
     "shard": ShardBody,
     "part": PartBody,
     "replace": ReplaceBody,
+    "redact": RedactBody,
     "close": CloseBody,
     "fence": FenceBody,
 }

@@ -17,11 +17,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.dataset.account import TOTALS, Account, Census
+from actds.dataset.account import TOTALS, Account, Census, Redacted
 from actds.dataset.columns import COLUMNS, MAX_FINDINGS_PER_CODE, Notes, check_words, ints
 from actds.dataset.drawn import columns_of
 from actds.dataset.ledger import ChainState
 from actds.dataset.reading import CENSUS_TABLES, Catalog
+from actds.dataset.redacted import left_over
 from actds.errors import ActdsError, Finding
 from actds.format import tables
 from actds.format.inclusion import Design
@@ -54,12 +55,14 @@ class RunAccount:
     Args:
         complete: whether every table could be read, so that totals may be compared.
         n_dropped: positions in the parts of the drop log, by the chain that committed them.
+        redacted: positions of redacted requests.
     """
 
     run: str
     account: Account
     complete: bool
     n_dropped: dict[str, int]
+    redacted: Redacted
 
 
 def check_accounting(
@@ -102,13 +105,15 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
         return table
 
     census = Census(run, *map(read, (*CENSUS_TABLES, "drops")))
+    redacted = catalog.redacted(run)
     for name in _READ_ALONE:
         read(name)
     accounts = []
     noted: dict[Finding, None] = {}
     row_sets = catalog.row_sets(run)
     for hooks, shards in row_sets:
-        accounts.append(census.account(reader.tokens(shards), design, aside, interventions))
+        rows = reader.tokens(shards)
+        accounts.append(census.account(rows, design, aside, interventions, redacted))
         suffix = f" (hooks {', '.join(hooks)})" if len(row_sets) > 1 else ""
         for finding in accounts[-1].findings:
             where = finding.place + (suffix if finding.place.startswith("shards") else "")
@@ -119,7 +124,11 @@ def _check_run(catalog: Catalog, run: str, progress: Callable[[int], None]) -> R
         # With a table missing, what then lacks a row is no second fault.
         for finding in noted:
             catalog.findings.take("accounting", finding)
-    return RunAccount(run, accounts[0], complete, _dropped_by_chain(catalog, run, reader.n_dropped))
+        with catalog.findings.noting("accounting"):
+            for finding in left_over(catalog, run):
+                catalog.findings.take("accounting", finding)
+    n_dropped = _dropped_by_chain(catalog, run, reader.n_dropped)
+    return RunAccount(run, accounts[0], complete, n_dropped, census.redacted(redacted))
 
 
 def _dropped_by_chain(catalog: Catalog, run: str, n_dropped: dict[str, int]) -> dict[str, int]:
@@ -245,7 +254,12 @@ def _check_close_totals(catalog: Catalog, account: RunAccount) -> None:
 def _census_totals(account: RunAccount) -> dict[str, int]:
     totals = account.account.totals
     counts = {"requests": totals["requests"], "scheduled_tokens": totals["scheduled"]}
-    return counts | {name: totals[name] for name in tables.DISPOSITIONS}
+    counts |= {name: totals[name] for name in tables.DISPOSITIONS}
+    # What a census counted before requests were redacted.
+    for name, n in account.redacted._asdict().items():
+        counts[name] += n
+        counts["filtered"] -= n
+    return counts
 
 
 def _writer_totals(catalog: Catalog, account: RunAccount, chain: ChainState) -> dict[str, int]:
@@ -277,7 +291,10 @@ def _compare_totals(
 
 def _check_seals(catalog: Catalog, accounts: list[RunAccount]) -> None:
     """Check totals and multiplicity of every seal, against the runs whose chains it names."""
+    redacting = {one.place.split("/")[1] for one in catalog.replacements if one.requests}
     for seal in catalog.seals:
+        if redacting - seal.heads.keys():
+            continue  # its rows were others: a redaction came after it
         named = {catalog.chains[chain].run for chain in seal.heads if chain in catalog.chains}
         sealed = [account for account in accounts if account.run in named]
         totals = {name: sum(account.account.totals[name] for account in sealed) for name in TOTALS}
@@ -481,7 +498,8 @@ def _check_sampled(catalog: Catalog, run: str, notes: Notes) -> None:
     if is_recorded:
         key, is_owed = _check_lines(sampled, requests, steps, notes)
         _check_values(sampled, notes)
-        _check_missing(catalog, requests, _free(record, spans), key[is_owed], notes)
+        free = _free(record, spans, catalog.redacted(run))
+        _check_missing(catalog, requests, free, key[is_owed], notes)
         _check_tokens(catalog, run, key, ints(sampled, "token_id"), notes)
     elif sampled.num_rows:
         got = f"{sampled.num_rows} lines"
@@ -553,10 +571,11 @@ def _check_missing(
         notes.add("E423", place, f"{n_of[row]} lines", f"{n[row]}, one per sampled token")
 
 
-def _free(record: RunRecord, spans: pa.Table) -> Ints | None:
+def _free(record: RunRecord, spans: pa.Table, redacted: Set[int]) -> Ints | None:
     if record.fields["capture.sampling"].value not in (None, "all"):
         return None
-    return ints(spans.filter(pc.equal(spans["disposition"], "filtered")), "request")
+    filtered = ints(spans.filter(pc.equal(spans["disposition"], "filtered")), "request")
+    return np.union1d(filtered, np.array(sorted(redacted), np.int64))
 
 
 def _check_tokens(catalog: Catalog, run: str, key: Keys, token: Ints, notes: Notes) -> None:

@@ -275,6 +275,7 @@ def _check_losses_covered(catalog: Catalog, run: str, of_run: RunReadouts) -> No
     drops = catalog.sound_table(run, "drops")
     if drops is None:
         return
+    drops = _kept(catalog, run, drops)
     unread = pc.equal(drops["drop_reason"], tables.READOUTS_FULL)
     _check_unread(catalog, run, of_run, drops.filter(unread))
     free = pc.is_in(drops["drop_reason"], pa.array([tables.READOUTS_FULL, tables.FAILED_LOAD]))
@@ -293,14 +294,22 @@ def _check_thinned_covered(catalog: Catalog, run: str, of_run: RunReadouts) -> N
     if any(chain.close is None or chain.close.reason != "finished" for chain in chains):
         return
     spans = catalog.sound_table(run, "spans")
-    thinned = None if spans is None else spans.filter(pc.equal(spans["disposition"], "thinned"))
-    lost = None if thinned is None else _positions(catalog, run, of_run, thinned)
+    if spans is None:
+        return
+    thinned = spans.filter(pc.equal(spans["disposition"], "thinned"))
+    lost = _positions(catalog, run, of_run, _kept(catalog, run, thinned))
     if lost is None:
         return
     key = keys_of(lost)
     for hook, readouts in of_run.hooks.items():
         missing = np.flatnonzero(~np.isin(key, keys_of(readouts.table)))
         _note_missing(catalog, f"readouts/{run} {hook}", lost, missing, f"census/{run}/spans")
+
+
+def _kept(catalog: Catalog, run: str, ranges: pa.Table) -> pa.Table:
+    """Return the ranges of requests that were not redacted."""
+    redacted = pa.array(sorted(catalog.redacted(run)), pa.uint32())
+    return ranges.filter(pc.invert(pc.is_in(ranges["request"], redacted)))
 
 
 def _positions(
