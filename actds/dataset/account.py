@@ -82,7 +82,7 @@ class Account:
     multiplicity: pa.Table
 
 
-class Redacted(NamedTuple):
+class Moved(NamedTuple):
     """Positions of requests that were redacted, by what they were before."""
 
     captured: int = 0
@@ -134,13 +134,13 @@ class Census:
         self.spans = read_spans(spans, self.notes)
         self.drops = read_drops(drops, self.notes)
 
-    def redacted(self, requests: Collection[int]) -> Redacted:
+    def redacted(self, requests: Collection[int]) -> Moved:
         """Return how many positions of redacted requests were captured, and referred to rows."""
         spans = self.spans
         of = spans.of("filtered") & (spans.reason == tables.REDACTED)
         of &= np.isin(spans.request, np.array(sorted(requests), np.int64))
         length, computed = spans.stop - spans.start, spans.step >= 0
-        return Redacted(int(length[of & computed].sum()), int(length[of & ~computed].sum()))
+        return Moved(int(length[of & computed].sum()), int(length[of & ~computed].sum()))
 
     def account(
         self,

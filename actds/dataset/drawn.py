@@ -73,8 +73,8 @@ class Shares:
             roles = Roles(aside["roles"])
         if design.reads_requests:
             takes = _takes(design, index, len(prompt_len), aside["requests"])
-        gone = np.array(sorted(redacted), np.int64)
-        return cls(design, index, prompt_len, sampled, known, roles, takes, gone)
+        numbers = np.array(sorted(redacted), np.int64)
+        return cls(design, index, prompt_len, sampled, known, roles, takes, numbers)
 
     def of_positions(self, request: Ints, position: Ints) -> Floats:
         if not self.design.keep:

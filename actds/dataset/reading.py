@@ -227,12 +227,12 @@ class Catalog:
 
         Spec: 0.1 section 8.6.
         """
-        return {n for one in self.replacements if one.run == run for n in one.requests}
+        return {n for change in self.replacements if change.run == run for n in change.requests}
 
     @property
     def redacted_paths(self) -> set[str]:
         """Return what was committed and replaced, at last or on the way, by a redaction."""
-        by_old = {one.old: one for one in self.replacements}
+        by_old = {change.old: change for change in self.replacements}
         paths = set()
         for path in by_old:
             at: str | None = path
@@ -762,18 +762,18 @@ class _Reader:
         catalog.shards, catalog.replaced, fitting = resolve(
             shards, catalog.shards, new_shard, catalog.findings
         )
-        catalog.shards += [other.manifest for other in rest if other.manifest is not None]
+        catalog.shards += [change.manifest for change in rest if change.manifest is not None]
         for manifest in catalog.shards:
             catalog.files.update(data_files(manifest))
         committed = [part for of_table in catalog.parts.values() for part in of_table]
-        current, gone, of_parts = resolve(parts, committed, new_part, catalog.findings)
-        for part in gone:
-            del catalog.files[part.file.path]
+        current, old_parts, of_parts = resolve(parts, committed, new_part, catalog.findings)
+        for part in old_parts:
+            catalog.files.pop(part.file.path, None)  # not there after a second redaction
         in_place = iter(current)
         for key, of_table in catalog.parts.items():
             catalog.parts[key] = [next(in_place) for _ in of_table]
         catalog.files.update({part.file.path: part.file for part in current})
-        catalog.replaced_parts = [part.file.path for part in gone]
+        catalog.replaced_parts = [part.file.path for part in old_parts]
         catalog.replacements = [*fitting, *of_parts, *rest]
 
     def read_seals(self) -> None:

@@ -50,19 +50,21 @@ def left_over(catalog: Catalog, run: str) -> list[Finding]:
     if not numbers:
         return []
     requests = pa.array(sorted(numbers), pa.uint32())
-    found = [(path, "a file", "none: requests of it were redacted") for path in files_left(catalog)]
+    leftovers = [
+        (path, "a file", "none: requests of it were redacted") for path in files_left(catalog)
+    ]
     for shard in catalog.shards_of(run):
         path = layout.manifest_path(shard.name)
         n = pc.sum(is_of(shard.tokens(["request"]), requests)).as_py() or 0
-        found += [(path, f"{n} rows of redacted requests", "none")] if n else []
+        leftovers += [(path, f"{n} rows of redacted requests", "none")] if n else []
     for name in (*LINES, "requests", "spans"):
         table = catalog.sound_table(run, name)
         if table is None:
             continue
         n = pc.sum(_says_something(name, table.filter(is_of(table, requests)))).as_py() or 0
         place = layout.part_path(name, run, 0).rpartition("-")[0]
-        found += [(place, f"{n} lines of redacted requests", "none")] if n else []
-    return [Finding("E427", place, got, expected) for place, got, expected in found]
+        leftovers += [(place, f"{n} lines of redacted requests", "none")] if n else []
+    return [Finding("E427", place, got, expected) for place, got, expected in leftovers]
 
 
 def files_left(catalog: Catalog) -> list[str]:
@@ -82,8 +84,8 @@ def _says_something(name: TableName, lines: pa.Table) -> pa.ChunkedArray | pa.Ar
         return pc.is_in(lines["disposition"], pa.array(_MOVED))
     if name != "requests":
         return pa.array([True] * lines.num_rows)
-    said = pa.array([redacted_id(n) for n in lines["request"].to_pylist()])
-    says = pc.not_equal(lines["external_id"], said)
+    ids = pa.array([redacted_id(n) for n in lines["request"].to_pylist()])
+    says = pc.not_equal(lines["external_id"], ids)
     for column in FORGOTTEN[:-1]:
         says = pc.or_(says, pc.is_valid(lines[column]))
     return says

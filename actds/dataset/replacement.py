@@ -119,7 +119,7 @@ def resolve(
     """
     slots: list[Item | None] = list(items)
     at = {path_of(item): n for n, item in enumerate(items)}
-    gone, fitting = list[Item](), list[Replacement]()
+    replaced, fitting = list[Item](), list[Replacement]()
     waiting, n_before = list(replacements), -1
     while waiting and len(waiting) != n_before:
         n_before, later = len(waiting), list[Replacement]()
@@ -138,7 +138,7 @@ def resolve(
             except ActdsError as error:
                 findings.take("ledger", error)
                 continue
-            gone.append(old)
+            replaced.append(old)
             fitting.append(replacement)
             slots[index] = item
             if item is not None:
@@ -147,7 +147,7 @@ def resolve(
     for replacement in waiting:
         got = f"{replacement.old}, which is not committed"
         findings.take("ledger", replacement.misfit(got, "a committed one"))
-    return [item for item in slots if item is not None], gone, fitting
+    return [item for item in slots if item is not None], replaced, fitting
 
 
 def new_shard(replacement: Replacement, old: ShardManifest) -> ShardManifest | None:

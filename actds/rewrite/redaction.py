@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from actds.dataset.commit import NewShard
 from actds.dataset.commit import redact as commit_redacted
@@ -44,13 +45,13 @@ from actds.format.shard import (
     row_set_sha256,
 )
 from actds.publish.sealing import seal
-from actds.rewrite.dependents import find_dependents
 from actds.rewrite.recompression import remove_file
-from actds.store import Store, layout, open_for_writing
+from actds.store import Store, layout, local_folder, open_for_writing
 from actds.store.local import LocalStore, lock_dataset
 from actds.version import __version__
 
 Ints = npt.NDArray[np.int64]
+_BLOCK = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,17 @@ def redact(
             for chain, state in catalog.chains.items()
         )
         pending = [run for run in catalog.run_ids if left_over(catalog, run)]
-        found, missing = _found(catalog, requests, labels)
+        numbers, missing = _numbers(catalog, requests, labels)
         if missing and not pending:
             raise _no_such_request(missing)
         wanted = {run: catalog.redacted(run) for run in pending}
-        wanted |= {run: catalog.redacted(run) | numbers for run, numbers in found.items()}
+        wanted |= {run: catalog.redacted(run) | more for run, more in numbers.items()}
         if not wanted:
             raise ActdsError("E009", "requests", got="no request", expected="one or more")
         work = _Work(store)
         for run in wanted:
             _need_at_rest(catalog, run)
-        chains = {run: _begin(catalog, run, wanted[run]) for run in wanted}
+        chains = {run: _begin(catalog, run) for run in wanted}
         for run, chain in chains.items():
             work.of_run(catalog, chain, run, sorted(wanted[run]))
         for run, chain in chains.items():
@@ -137,10 +138,10 @@ def redact(
         digest = Catalog.read(store).digest
     if missing:
         raise _no_such_request(missing)
-    numbers = {run: sorted(of_run) for run, of_run in wanted.items()}
+    ascending = {run: sorted(of_run) for run, of_run in wanted.items()}
     depending = find_dependents(store, dependents)
     return Redacted(
-        numbers, work.n_rows, work.shards, work.n_parts, len(left), n, digest, depending
+        ascending, work.n_rows, work.shards, work.n_parts, len(left), n, digest, depending
     )
 
 
@@ -157,11 +158,11 @@ def _end_dead_tools(store: Store) -> None:
         store.remove_temporary()
 
 
-def _found(
+def _numbers(
     catalog: Catalog, wanted: Collection[str], labels: Mapping[str, str] | None
 ) -> tuple[dict[str, set[int]], set[str]]:
     """Return the requests that are wanted, by run, and the ids that are those of none."""
-    found: dict[str, set[int]] = {}
+    numbers: dict[str, set[int]] = {}
     missing = set(wanted)
     forms = {text: _served_as(text) for text in wanted}
     for run in catalog.runs_with_data:
@@ -170,9 +171,9 @@ def _found(
             names = {f"{run}/{number}"} & set(wanted)
             names |= {name for name, form in forms.items() if form.fullmatch(external)}
             if names or (labels and _has(text, labels)):
-                found.setdefault(run, set()).add(number)
+                numbers.setdefault(run, set()).add(number)
                 missing -= names
-    return found, missing
+    return numbers, missing
 
 
 def _served_as(text: str) -> re.Pattern[str]:
@@ -203,7 +204,7 @@ def _need_at_rest(catalog: Catalog, run: str) -> None:
             )
 
 
-def _begin(catalog: Catalog, run: str, requests: Collection[int]) -> Chain:
+def _begin(catalog: Catalog, run: str) -> Chain:
     """Return a tool chain whose id two calls at once would share: the second one is refused."""
     text = f"{catalog.digest} {run} redact"
     chain = f"t-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -339,7 +340,7 @@ class _Work:
 
 def _done_before(catalog: Catalog) -> dict[str, set[int]]:
     """Return the requests that each file lacks, by its path, from the records that made it."""
-    by_new = {committed(one.body): one for one in catalog.replacements}
+    by_new = {committed(change.body): change for change in catalog.replacements}
     done: dict[str, set[int]] = {}
     for path in by_new:
         at, lacks = path, set[int]()
@@ -354,11 +355,11 @@ def _done_before(catalog: Catalog) -> dict[str, set[int]]:
 def _moved(steps: pa.Table, of_rows: npt.NDArray[np.uint64]) -> pa.Table | None:
     """Return the steps with captured tokens moved to the filtered ones; None for no change."""
     number = steps["step"].to_numpy()
-    gone, n = np.unique(of_rows, return_counts=True)
+    affected, n = np.unique(of_rows, return_counts=True)
     n_gone = np.zeros(len(number), np.int64)
-    if len(gone):
-        at = np.minimum(np.searchsorted(gone, number), len(gone) - 1)
-        n_gone = np.where(gone[at] == number, n[at], 0)
+    if len(affected):
+        at = np.minimum(np.searchsorted(affected, number), len(affected) - 1)
+        n_gone = np.where(affected[at] == number, n[at], 0)
     if not n_gone.any():
         return None
     for name, sign in (("captured_tokens", -1), ("filtered_tokens", 1)):
@@ -391,13 +392,13 @@ def _spans(table: pa.Table, *, requests: pa.Array) -> pa.Table | None:
 
 def _requests(table: pa.Table, *, requests: pa.Array) -> pa.Table | None:
     """Return the requests without what they were; how long they were, and when, stays."""
-    gone = is_of(table, requests)
+    redacted = is_of(table, requests)
     ids = pa.array([redacted_id(n) for n in table["request"].to_pylist()], pa.string())
-    new = _with(table, "external_id", pc.if_else(gone, ids, table["external_id"]))
+    new = _with(table, "external_id", pc.if_else(redacted, ids, table["external_id"]))
     unserved = pc.is_in(table["finish_reason"], pa.array(tables.UNSERVED))
     for name in FORGOTTEN:
         column = new[name]
-        of_column = gone if name != "reason" else pc.and_(gone, pc.invert(unserved))
+        of_column = redacted if name != "reason" else pc.and_(redacted, pc.invert(unserved))
         rows = [None if is_gone else value for is_gone, value in _pairs(of_column, column)]
         new = _with(new, name, pa.array(rows, column.type))
     return None if new.equals(table) else new
@@ -465,3 +466,62 @@ def _compare(old: Shard, new: Shard, hook: str, rows: Ints, pool: Executor) -> N
             place = f"{layout.shard_dir(new.name)}/{layout.array_dir(hook)}"
             expected = f"those of {layout.shard_dir(old.name)}"
             raise ActdsError("E204", place, got="other bits", expected=expected)
+
+
+def find_dependents(store: Store, where: Iterable[str | Path]) -> list[str]:
+    """Return the files that hold the id of a dataset or the digest of one of its seals.
+
+    Weights files, probes and policies, replays and shuffled copies say which dataset or seal they
+    are of. What says nothing is not listed: a matrix in a file without a header, an archive.
+
+    Args:
+        store: the dataset's store.
+        where: files, and folders with all that is under them. Of a dataset there its folder is
+            returned.
+
+    Raises:
+        ActdsError: what the catalogue raises.
+    """
+    catalog, here = Catalog.read(store), local_folder(store.uri)
+    names = [catalog.genesis.dataset, *catalog.seal_digests]
+    naming: dict[str, None] = {}
+    for file in (file for place in where for file in _files(Path(place))):
+        dataset = _dataset_of(file)
+        if here is not None and dataset is not None and dataset.resolve() == here.resolve():
+            continue
+        if _holds(file, names):
+            naming[str(file if dataset is None else dataset)] = None
+    return [*naming]
+
+
+def _files(place: Path) -> Iterator[Path]:
+    if not place.is_dir():
+        yield place
+        return
+    yield from sorted(file for file in place.rglob("*") if file.is_file())
+
+
+def _dataset_of(file: Path) -> Path | None:
+    return next((folder for folder in file.parents if (folder / layout.GENESIS).exists()), None)
+
+
+def _holds(file: Path, names: list[str]) -> bool:
+    if file.name.startswith("origins-") and file.suffix == ".parquet":
+        return _in_origins(file, names)
+    wanted, overlap = [name.encode() for name in names], max(map(len, names)) - 1
+    tail = b""
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            block = tail + block
+            if any(name in block for name in wanted):
+                return True
+            tail = block[-overlap:]
+    return False
+
+
+def _in_origins(file: Path, names: list[str]) -> bool:
+    try:
+        table = pq.read_table(file, columns=["source_dataset", "source_seal"])
+    except (pa.ArrowException, OSError, KeyError):
+        return False  # no table of origins, whatever its name says
+    return any(pc.any(pc.is_in(column, pa.array(names))).as_py() for column in table.columns)

@@ -31,6 +31,7 @@ from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
 from actds.format.telemetry import ATTENTION, KINDS, PROFILE, Attending, profile_field
 from actds.rewrite.recompression import recompress
+from actds.rewrite.redaction import redact
 from actds_testing.places import VECTORS
 from actds_testing.schedules import WALL_NS, Schedule, simulate, table_of, thinned
 from actds_testing.synthetic import SALT, make_dataset, sampled_table, thinned_facts
@@ -53,6 +54,7 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "interventions", origins=True, changes=True)
     _write_minimal(root / "valid" / "looks", readouts=Readouts(2, seed=4), looks=True)
     _write_replaced(root / "valid" / "replaced")
+    _write_redacted(root / "valid" / "redacted")
     for one in FAULTS:
         valid = root / "valid" / one.base
         folder = root / "invalid" / f"{one.code}-{one.name}"
@@ -262,6 +264,13 @@ def _write_replaced(path: Path) -> None:
         _write_minimal(path)
         with _fixed_ids(10**6):
             recompress(path, [PREFILL.rpartition("/")[2]])
+
+
+def _write_redacted(path: Path) -> None:
+    """Write the dataset with readouts, of which two requests are taken out."""
+    _write_minimal(path, readouts=Readouts(2, seed=4))
+    with mock.patch("actds.rewrite.redaction.__version__", "vectors"), _fixed_ids(10**6):
+        redact(path, [f"{RUN}/1", f"{RUN}/2"])
 
 
 def _overlay(base: Path, changed: Path, out: Path) -> list[str]:

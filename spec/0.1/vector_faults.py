@@ -387,6 +387,76 @@ def _(v: Vector) -> None:
     v.relink(totals=False)
 
 
+# ---- redaction
+
+
+def _redact_record(v: Vector, name: str) -> tuple[str, Json]:
+    """Return path and content of the record that redacts a part whose path has a name."""
+    records = [(path, v.json(path)) for path in v.chain("t")]
+    return next((p, r) for p, r in records if name in r["body"].get("replaced", ""))
+
+
+@fault("E103", "redacted-numbers-descend", "ledger/t-", "The requests do not ascend.",
+       base="redacted", also=("E104", "E105"))  # fmt: skip
+def _(v: Vector) -> None:
+    path, record = _redact_record(v, "/requests-")
+    record["body"]["requests"].reverse()
+    v.write_json(path, record)
+    v.relink(totals=False)
+
+
+@fault("E311", "redacts-nothing", "ledger/t-", "What is redacted is no part that is committed.",
+       base="redacted", also=("E104",))  # fmt: skip
+def _(v: Vector) -> None:
+    path, record = _redact_record(v, "/requests-")
+    record["body"]["replaced"] = f"census/{RUN}/requests-000007.parquet"
+    v.write_json(path, record)
+    v.relink(totals=False)
+
+
+@fault("E311", "redacted-part-of-another-table", "ledger/t-",
+       "A part stands in the place of one of another table.", base="redacted",
+       also=("E104",))  # fmt: skip
+def _(v: Vector) -> None:
+    path, record = _redact_record(v, "/requests-")
+    _, other = _redact_record(v, "/spans-")
+    record["body"]["replaced"], other = other["body"]["replaced"], record["body"]["replaced"]
+    v.write_json(path, record)
+    v.relink(totals=False)
+
+
+@fault("E427", "redacted-id-left", f"census/{RUN}/requests",
+       "A redacted request has its id still.", base="redacted")  # fmt: skip
+def _(v: Vector) -> None:
+    _, record = _redact_record(v, "/requests-")
+
+    def edit(rows: list[Json]) -> None:
+        rows[1]["external_id"] = "prompt-1"
+
+    v.edit_table(record["body"]["file"]["path"], edit)
+    v.relink(totals=False)
+
+
+@fault("E427", "redacted-readout-left", f"readouts/{RUN}/readouts",
+       "A line of a redacted request is left.", base="redacted")  # fmt: skip
+def _(v: Vector) -> None:
+    _, record = _redact_record(v, "/readouts-")
+
+    def edit(rows: list[Json]) -> None:
+        rows.append(dict(rows[0]) | {"request": 2, "position": 0})
+
+    v.edit_table(record["body"]["file"]["path"], edit)
+    v.relink(totals=False)
+
+
+@fault("E427", "redacted-file-left", f"census/{RUN}/requests",
+       "A part that a redaction replaced is there again.", base="redacted")  # fmt: skip
+def _(v: Vector) -> None:
+    _, record = _redact_record(v, "/requests-")
+    new, old = record["body"]["file"]["path"], record["body"]["replaced"]
+    shutil.copyfile(v.path / new, v.path / old)
+
+
 # ---- provenance
 
 

@@ -60,8 +60,9 @@ class Vector:
         (self.path / path).write_bytes(tables.to_parquet(name, tables.build(name, columns)))
 
     def edit_table(self, table: Any, edit: Callable[[list[Json]], Any]) -> None:
-        """Edit a table of the run, or with a path the token table there."""
-        name, path = ("tokens", table) if "/" in table else (table, part(table))
+        """Edit a table of the run, or with a path the part or token table there."""
+        stem = table.rpartition("/")[2].removesuffix(".parquet").rpartition("-")[0]
+        name, path = (stem or "tokens", table) if "/" in table else (table, part(table))
         rows = self.table(path)
         edit(rows)
         self.write_table(name, path, rows)
@@ -166,12 +167,24 @@ class Vector:
             body["file"] = self._entry(path, path)
             if path not in self.keep:
                 body["n_rows"] = pq.read_metadata(self.path / path).num_rows
+        elif record["type"] == "redact":
+            self._reredact(body)
         elif record["type"] in ("shard", "replace"):
             path = f"shards/{body['shard']}/shard.json"
             # The data of a replaced shard is gone, and its manifest is what it was.
             if path not in self.keep and (self.path / path).with_name("tokens.parquet").exists():
                 self._remanifest(path)
             body["manifest_sha256"] = canonical.digest((self.path / path).read_bytes())
+
+    def _reredact(self, body: Json) -> None:
+        if body["file"] is None:
+            return
+        path = body["file"]["path"]
+        if path.endswith("/shard.json"):
+            self._remanifest(path)
+        elif path not in self.keep:
+            body["n_rows"] = pq.read_metadata(self.path / path).num_rows
+        body["file"] = self._entry(path, path)
 
     def _remanifest(self, path: str) -> None:
         folder = path.rpartition("/")[0]

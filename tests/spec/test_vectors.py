@@ -46,7 +46,9 @@ def test_valid_vector_passes_at_every_level(name: str) -> None:
     found = validate(VECTORS / "valid" / name, "deep")
     assert lines(found) == []
     assert found.exit_code(strict=True) == 0
-    for total in ("cache_ref", "dropped", "aborted", "undelivered", "recomputed"):
+    shown = ("dropped", "aborted", "undelivered", "recomputed")
+    # The requests that were taken out are those with hits.
+    for total in shown if name == "redacted" else ("cache_ref", *shown):
         assert found.totals[total] > 0, f"the vector shows no {total}"
 
 

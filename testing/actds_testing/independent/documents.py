@@ -137,6 +137,9 @@ BODIES = {
     "replace": document(
         replaced=is_segment, shard=is_segment, manifest_sha256=DIGEST, n_rows=COUNT
     ),
+    "redact": document(
+        requests=list_of(COUNT), replaced=is_path, file=either(FILE, null), n_rows=COUNT
+    ),
     "close": document(
         reason=one_of("finished", "interrupted", "failed"), totals=map_of(is_segment, COUNT)
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Set
 
 from actds_testing.independent.conservation import Account, keys
 from actds_testing.independent.findings import need
@@ -90,12 +91,13 @@ def is_condition(pair: object) -> bool:
     return named and max(map(len, pair)) <= 512
 
 
-def judge_draw(account: Account, design: Json | None, *, read: bool) -> None:
+def judge_draw(account: Account, design: Json | None, *, read: bool, redacted: Set[int]) -> None:
     """Note what the draw does not imply (E424), and readouts that are missing (E416).
 
     Args:
         account: the run, settled.
         design: as ``design_of`` returns it.
+        redacted: requests whose shares are not known any more.
         read: whether the run has readouts, and every chain of it closed as finished.
     """
     place, found = account.place("spans"), account.found
@@ -117,7 +119,7 @@ def judge_draw(account: Account, design: Json | None, *, read: bool) -> None:
     for span in spans:
         kind, share = span["disposition"], span["inclusion"]
         known = share is not None if kind == "thinned" else share is None or kind == "dropped"
-        if share is not None:
+        if share is not None and span["request"] not in redacted:
             known &= share == _share(account, design, span["request"], span["step"])
             for key in keys(span):
                 inclusion = _inclusion(account, design, *key, span["step"])
@@ -126,7 +128,7 @@ def judge_draw(account: Account, design: Json | None, *, read: bool) -> None:
     if read:
         lines = {(line["request"], line["position"]) for line in account.table("readouts")}
         for span in spans:
-            if span["disposition"] == "thinned":
+            if span["disposition"] == "thinned" and span["request"] not in redacted:
                 missing = [key for key in keys(span) if key not in lines]
                 words = f"{missing} have no line"
                 found.check(not missing, "E416", f"readouts/{account.run}", words)

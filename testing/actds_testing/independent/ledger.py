@@ -19,7 +19,7 @@ from actds_testing.independent.layout import (
     merkle,
     numbered,
 )
-from actds_testing.independent.manifests import Shard, fits, take
+from actds_testing.independent.manifests import Shard, fits, shard_at, take
 
 PLACES = {  # 2, 8.2: folder of a table, and the kind of chain that commits it
     "requests": ("census", "census"),
@@ -36,7 +36,7 @@ PLACES = {  # 2, 8.2: folder of a table, and the kind of chain that commits it
     "attention": ("readouts", "writer"),
     "canary": ("canary", "tool"),
 }
-KIND_OF = {"run": "writer", "shard": "writer", "replace": "tool"}
+KIND_OF = {"run": "writer", "shard": "writer", "replace": "tool", "redact": "tool"}
 
 
 @dataclass
@@ -64,16 +64,51 @@ class Run:
     parts: dict[str, list[Json]] = field(default_factory=dict)
     chains: list[Chain] = field(default_factory=list)
     whole: bool = True
+    redacted: set[int] = field(default_factory=set)
+    """Requests that records with an effect name."""
+    numbers: dict[str, list[int]] = field(default_factory=dict)
+    """Numbers of the parts that were committed, by table."""
 
     @property
     def empty(self) -> bool:
         return not self.shards and not self.parts
 
 
+@dataclass
+class Slot:
+    """What is current in one place: a shard, or a part of a table of a run, or nothing."""
+
+    run: str
+    thing: Shard | Json | None
+    before: list[str] = field(default_factory=list)
+    """Paths of what stood here, and was replaced."""
+    redacted: int = 0
+    """How many of them hold what was redacted."""
+
+    @property
+    def path(self) -> str | None:
+        thing = self.thing
+        if thing is None:
+            return None
+        return thing.document if isinstance(thing, Shard) else str(thing["file"]["path"])
+
+
+@dataclass(frozen=True)
+class Change:
+    """A record that lets something stand in the place of what has the path ``old``."""
+
+    chain: Chain
+    record: str
+    old: str
+    new: Shard | Json | None
+    requests: list[int] | None
+    """Those redacted; none for a replacement."""
+
+
 class Ledger:
     """What a dataset says that it holds; what is wrong with that is in the findings.
 
-    ``shards`` are those that stand, in the order committed, ``replaced`` the others.
+    ``shards`` are those that stand, in the order committed.
     """
 
     def __init__(self, folder: Folder, findings: Findings) -> None:
@@ -84,11 +119,14 @@ class Ledger:
         self.chains: dict[str, Chain] = {}
         self.runs: dict[str, Run] = {}
         self.shards: list[Shard] = []
-        self.replaced: list[Shard] = []
         self.committed: set[str] = set()
         self.named: set[str] = set()
         """Shards that a record names, well or not."""
-        self.waiting: list[tuple[str, Shard]] = []
+        self.changes: list[Change] = []
+        self.redacting: set[str] = set()
+        """Chains with a redaction that has an effect."""
+        self.gone: set[str] = set()
+        """Paths of replaced parts, and manifests, that held what was redacted."""
         self.refused: list[str] = []
         """Names under ``ledger/`` that are no names of chains."""
         self.whole = True
@@ -99,6 +137,7 @@ class Ledger:
             if folder.holds_files(f"ledger/{name}"):
                 self._read_chain(name)
         self._replace()
+        self._reach_parts()
         self.seals = [seal for seal, _ in seals if seal is not None]
         self._compare(self.seals)
         for shard in self.shards:
@@ -215,14 +254,12 @@ class Ledger:
             table, file = body["table"], body["file"]
             folder, kind = PLACES[table]
             need(chain.kind == kind, "E303", path, f"{table} in a {chain.kind} chain")
-            stem = file["path"].removeprefix(f"{folder}/{chain.run}/{table}-")
-            fits_place = stem != file["path"] and stem.endswith(".parquet")
-            n = numbered(stem[:-8], 6) if fits_place else None
+            n = part_number(file["path"], f"{folder}/{chain.run}/{table}-")
             need(n is not None, "E303", path, f"{file['path']} is no part of {table}")
             self._once(file["path"], path)
             run.parts.setdefault(table, []).append(body | {"n": n})
+            run.numbers.setdefault(table, []).append(n)
             chain.parts.add(file["path"])
-            self.folder.reach(file["path"], file["nbytes"])
             return
         need(chain.kind == KIND_OF[type], "E303", path, f"{type} in a {chain.kind} chain")
         if type == "run":
@@ -231,14 +268,43 @@ class Ledger:
             self._once(target, path)
             self._read_run(run, body, target)
             return
-        self._once(f"shards/{body['shard']}", path)
-        place = {"dataset": self.dataset, "run": chain.run, "chain": chain.name}
-        shard = take(self.folder, body, place | {"shard": body["shard"]}, self.genesis, path)
+        if type == "redact":
+            self._redact(chain, run, body, path)
+            return
+        shard = self._take(chain, body, path)
         chain.shards.append(shard)
         if type == "replace":
-            self.waiting.append((body["replaced"], shard))
+            old = f"shards/{body['replaced']}/shard.json"
+            self.changes.append(Change(chain, path, old, shard, None))
         else:
             self.shards.append(shard)
+
+    def _take(self, chain: Chain, body: Json, path: str) -> Shard:
+        self._once(f"shards/{body['shard']}", path)
+        place = {"dataset": self.dataset, "run": chain.run, "chain": chain.name}
+        return take(self.folder, body, place | {"shard": body["shard"]}, self.genesis, path)
+
+    def _redact(self, chain: Chain, run: Run, body: Json, path: str) -> None:  # 8.6
+        requests, file = body["requests"], body["file"]
+        need(requests == sorted(set(requests)) and requests, "E103", path, f"{requests}")
+        need(file is not None or body["n_rows"] == 0, "E203", path, "rows of no file")
+        new: Shard | Json | None = None
+        shards = {shard_at(body["replaced"]), shard_at(file["path"]) if file else None}
+        self.named |= {name for name in shards if name}
+        if file is not None and shard_at(file["path"]) is not None:
+            sha, n = file["sha256"], body["n_rows"]
+            commit = {"shard": shard_at(file["path"]), "manifest_sha256": sha, "n_rows": n}
+            new = self._take(chain, commit, path)
+        elif file is not None:
+            self._once(file["path"], path)
+            new = {"file": file, "n_rows": body["n_rows"]}
+            self.folder.reached.add(file["path"])
+            for table, (folder, _) in PLACES.items():
+                n = part_number(file["path"], f"{folder}/{chain.run}/{table}-")
+                if n is not None:
+                    new["n"], new["table"] = n, table
+                    run.numbers.setdefault(table, []).append(n)
+        self.changes.append(Change(chain, path, body["replaced"], new, requests))
 
     def _once(self, what: str, path: str) -> None:
         need(what not in self.committed, "E310", path, f"{what} is committed twice")
@@ -254,28 +320,71 @@ class Ledger:
     # ---- replacements
 
     def _replace(self) -> None:
-        """Let new shards take the place of those that they replace, whatever the order (8.5)."""
-        at = {shard.name: n for n, shard in enumerate(self.shards)}
-        progress = True
-        while progress:
-            progress = False
-            for name, new in list(self.waiting):
-                if name not in at:
+        """Let what is new stand in the place of what it replaces, whatever the order (8.5, 8.6)."""
+        slots = [Slot(shard.manifest["run"], shard) for shard in self.shards]
+        for name, run in self.runs.items():
+            slots += [Slot(name, part) for parts in run.parts.values() for part in parts]
+        at = {str(slot.path): slot for slot in slots}
+        waiting = list(self.changes)
+        while turn := [change for change in waiting if change.old in at]:
+            for change in turn:
+                waiting.remove(change)
+                slot = at[change.old]
+                if slot.path != change.old or not _takes(slot, change):
+                    self._misfit(change)
                     continue
-                progress = True
-                self.waiting.remove((name, new))
-                old = self.shards[at[name]]
-                if old.name != name or not fits(old, new):
-                    self._misfit(name, new)
-                    continue
-                self.replaced.append(old)
-                self.shards[at[name]] = new
-                at[new.name] = at[name]
-        circle = {new.name for _, new in self.waiting}
-        for name, new in self.waiting:
-            if name in circle or f"shards/{name}" not in self.committed:
-                self._misfit(name, new)  # else that shard was refused, and is in the findings
+                slot.before.append(change.old)
+                slot.thing = change.new
+                if slot.path is not None:
+                    at[slot.path] = slot
+                if change.requests is not None:
+                    slot.redacted = len(slot.before)
+                    self.runs[change.chain.run].redacted.update(change.requests)
+                    self.redacting.add(change.chain.name)
+        for change in waiting:
+            shard = shard_at(change.old)
+            circle = change.old in {str(_path(other.new)) for other in waiting}
+            if circle or shard is None or f"shards/{shard}" not in self.committed:
+                self._misfit(change)  # else that shard was refused, and is in the findings
+        for slot in slots:
+            self.gone.update(slot.before[: slot.redacted])
+        self.shards = [slot.thing for slot in slots if isinstance(slot.thing, Shard)]
+        for name, run in self.runs.items():
+            current = [s.thing for s in slots if s.run == name and isinstance(s.thing, dict)]
+            run.parts = {
+                table: [part for part in current if part["table"] == table] for table in run.parts
+            }
 
-    def _misfit(self, name: str, new: Shard) -> None:
-        self.findings.add("E311", new.record, f"{new.name} cannot replace {name}")
-        self.runs[new.manifest["run"]].whole = False
+    def _reach_parts(self) -> None:
+        for run in self.runs.values():
+            for part in (part for parts in run.parts.values() for part in parts):
+                try:
+                    self.folder.reach(part["file"]["path"], part["file"]["nbytes"])
+                except Breach as breach:
+                    self.findings.all.append(breach.finding)
+                    run.whole = False
+
+    def _misfit(self, change: Change) -> None:
+        self.findings.add("E311", change.record, f"nothing takes the place of {change.old}")
+        self.runs[change.chain.run].whole = False
+
+
+def part_number(path: str, stem: str) -> int | None:
+    """Return the number of a part whose path begins with a stem."""
+    rest = path.removeprefix(stem)
+    return numbered(rest[:-8], 6) if rest != path and rest.endswith(".parquet") else None
+
+
+def _path(thing: Shard | Json | None) -> str | None:
+    return Slot("", thing).path
+
+
+def _takes(slot: Slot, change: Change) -> bool:
+    old, new, is_redaction = slot.thing, change.new, change.requests is not None
+    if isinstance(old, Shard):
+        if new is None:
+            return slot.run == change.chain.run
+        return isinstance(new, Shard) and fits(old, new, redacted=is_redaction)
+    if not isinstance(new, dict) or old is None or slot.run != change.chain.run:
+        return False
+    return new.get("table") == old["table"] and int(new["n_rows"]) <= int(old["n_rows"])

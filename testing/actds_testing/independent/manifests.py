@@ -44,6 +44,10 @@ class Shard:
     def hooks(self) -> list[str]:
         return list(self.manifest["hooks"])
 
+    @property
+    def document(self) -> str:
+        return f"{self.folder}/shard.json"
+
     def path(self, file: str) -> str:
         return f"{self.folder}/{file}"
 
@@ -87,7 +91,17 @@ def take(folder: Folder, body: Json, place: Json, genesis: Json, record: str) ->
     return Shard(manifest, place["chain"], record)
 
 
-def fits(old: Shard, new: Shard) -> bool:  # 8.5
-    """Return whether the manifests agree as those of a replacement do."""
+def fits(old: Shard, new: Shard, *, redacted: bool) -> bool:  # 8.5, 8.6
+    """Return whether the manifests agree as those of a replacement or redaction do."""
+    if redacted:
+        names = ("run", "phase", "hooks", "order", "permutation_seed")
+        same = all(old.manifest[key] == new.manifest[key] for key in names)
+        return same and new.manifest["n_rows"] < old.manifest["n_rows"]
     same = all(old.manifest[key] == new.manifest[key] for key in SAME)
     return same and old.entry(TOKENS) == new.entry(TOKENS)
+
+
+def shard_at(path: str) -> str | None:
+    """Return the shard whose manifest has a path, None where another file has it."""
+    names = path.split("/")
+    return names[1] if len(names) == 3 and names[::2] == ["shards", "shard.json"] else None

@@ -6,6 +6,7 @@ import hashlib
 import io
 import math
 from collections import Counter
+from collections.abc import Set
 from typing import Any
 
 import numpy as np
@@ -78,13 +79,16 @@ def judge_origins(account: Account) -> None:  # 6.3
         seen.add(line["request"])
 
 
-def judge_sampled(account: Account, said: object, rules: object, *, cut: bool) -> None:  # 6.3
+def judge_sampled(
+    account: Account, said: object, rules: object, *, cut: bool, redacted: Set[int]
+) -> None:  # 6.3
     """Note what is wrong with the lines of sampled tokens, or with their number (E423).
 
     Args:
         said: value of ``capture.entropy``.
         rules: value of ``capture.sampling``.
         cut: whether a process of the run did not end in order.
+        redacted: requests that owe no line.
     """
     place, found, lines = f"census/{account.run}/sampled", account.found, account.table("sampled")
     is_one = said is None or isinstance(said, bool)  # 1 is True in Python
@@ -106,7 +110,7 @@ def judge_sampled(account: Account, said: object, rules: object, *, cut: bool) -
         found.check(fits, "E423", place, line)
         seen.add(key)
     for request in account.requests.values():
-        if request["finish_reason"] == "unfinished":
+        if request["finish_reason"] == "unfinished" or request["request"] in redacted:
             continue
         first = request["prompt_len"]
         n = sum((request["request"], first + i) in seen for i in range(request["generated_len"]))
@@ -143,13 +147,16 @@ def settings(record: Json, place: str) -> Json | None:
     return dict(said)
 
 
-def judge_readouts(account: Account, said: Json, hooks_of: dict[str, list[str]]) -> None:
+def judge_readouts(
+    account: Account, said: Json, hooks_of: dict[str, list[str]], redacted: Set[int]
+) -> None:
     """Hold the lines against rows, drops and tokens: E416, E417.
 
     Args:
         account: the run, settled.
         said: the settings.
         hooks_of: hooks by shard; the empty name has all of the genesis.
+        redacted: requests that owe no line.
     """
     place, found = f"readouts/{account.run}", account.found
     lines: Counter[tuple[int, int, int, str]] = Counter()
@@ -173,7 +180,7 @@ def judge_readouts(account: Account, said: Json, hooks_of: dict[str, list[str]])
         for hook, rows in account.rows.items()
         for row in rows
     ]
-    for drop in account.table("drops"):
+    for drop in (drop for drop in account.table("drops") if drop["request"] not in redacted):
         for position in range(drop["start"], drop["stop"]):
             for hook in hooks_of[""]:
                 name = (drop["request"], position, drop["step"], hook)

@@ -16,7 +16,7 @@ from actds_testing.independent.documents import TOTALS
 from actds_testing.independent.findings import Breach, Finding, Findings, need
 from actds_testing.independent.layout import Folder, Json
 from actds_testing.independent.ledger import PLACES, Chain, Ledger, Run
-from actds_testing.independent.manifests import Shard
+from actds_testing.independent.manifests import Shard, shard_at
 from actds_testing.independent.tables import read_rows, read_run_tables, read_tokens
 
 NEEDED = ("requests", "steps", "spans")
@@ -24,6 +24,9 @@ STEPS_TO_JUDGE_ORDER = 16
 CARD = ("README.md", "croissant.json")
 SIGNATURES = re.compile(r"SHA256SUMS|seal/[0-9]{4,}\.(dsse\.json|sigstore\.json|intoto\.jsonl)")
 """What section 15 adds: not data."""
+LINES = ("roles", "origins", "sampled", "readouts", "alerts", "attention", "canary")
+FORGOTTEN = ("internal_id", "token_digest", "sampling", "block_digests", "labels")
+MOVED = ("captured", "cache_ref")
 DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered", "thinned")
 
 
@@ -111,8 +114,8 @@ class Validator:
             committed = any(path == f"runs/{name}.json" for path in self.ledger.committed)
             self.found.check(committed, "E401", f"runs/{name}.json", "no run record")
         lacking = [table for table in NEEDED if table not in run.parts]
-        for table, parts in run.parts.items():
-            numbers = sorted(part["n"] for part in parts)
+        for table in run.parts:
+            numbers = sorted(run.numbers[table])
             gap = run.whole and numbers != list(range(len(numbers)))
             self.found.check(not gap, "E301", f"{PLACES[table][0]}/{name}/{table}", f"{numbers}")
         if run.whole and self.ledger.whole:
@@ -135,6 +138,7 @@ class Validator:
         }
         account = self.accounts[name] = Account(name, tables, rows, self.found)
         account.settle()
+        self._judge_redaction(run, account)
         readouts.judge_roles(account)
         readouts.judge_labels(account)
         readouts.judge_origins(account)
@@ -144,14 +148,14 @@ class Validator:
             chain.kind in ("census", "writer") and (chain.close or {}).get("reason") != "finished"
             for chain in run.chains
         )
-        readouts.judge_sampled(account, *said, cut=cut)
+        readouts.judge_sampled(account, *said, cut=cut, redacted=run.redacted)
         readouts.judge_canary(account, self.hooks)
         with self.found.catching():
             self._judge_readouts(name, run, account)
         with self.found.catching():
             design = draw.design_of(run.record, f"runs/{name}.json capture.inclusion")
             read = fields.get("capture.readouts", {}).get("value") not in (None, "none")
-            draw.judge_draw(account, design, read=read and not cut)
+            draw.judge_draw(account, design, read=read and not cut, redacted=run.redacted)
         with self.found.catching():
             place = f"runs/{name}.json {marks.FIELD}"
             marks.judge_marks(account, marks.changes_of(run.record, place))
@@ -166,6 +170,31 @@ class Validator:
                 said = "fenced, its log of losses not closed"
                 self.found.add("E421", f"ledger/{chain.name}", said, "warning")
 
+    def _judge_redaction(self, run: Run, account: Account) -> None:  # 8.6
+        """Note what is left of requests that were redacted (E427)."""
+        place, gone = f"census/{account.run}", run.redacted
+        for hook, rows in account.rows.items():
+            left = [row for row in rows if row["request"] in gone]
+            self.found.check(not left, "E427", f"shards of {account.run} {hook}", left[:1])
+        for table in LINES:
+            left = [line for line in account.table(table) if line["request"] in gone]
+            where = f"{PLACES[table][0]}/{account.run}/{table}"
+            self.found.check(not left, "E427", where, left[:1])
+        for request in gone & account.requests.keys():
+            line = account.requests[request]
+            said = {name for name in FORGOTTEN if line[name] is not None}
+            named = line["external_id"] == f"redacted-{request}"
+            self.found.check(named and not said, "E427", f"{place}/requests", line)
+            spans = [s for s in account.spans[request] if s["disposition"] in MOVED]
+            self.found.check(not spans, "E427", f"{place}/spans", spans)
+        for path in sorted(self.ledger.gone):
+            shard = shard_at(path)
+            files = [name for name, _ in self.folder.walk() if name != path or shard is None]
+            left = [
+                name for name in files if name == path or (shard and name.startswith(path[:-10]))
+            ]
+            self.found.check(not left, "E427", path, left)
+
     def _judge_readouts(self, name: str, run: Run, account: Account) -> None:
         assert run.record is not None
         said = readouts.settings(run.record, f"runs/{name}.json")
@@ -174,7 +203,7 @@ class Validator:
             self.found.check(not lines, "E416", f"readouts/{name}", "of a run that has none")
             return
         hooks_of = {shard.name: shard.hooks for shard in run.shards} | {"": list(self.hooks)}
-        readouts.judge_readouts(account, said, hooks_of)
+        readouts.judge_readouts(account, said, hooks_of, run.redacted)
         probes = readouts.read_probes(self.folder, name, said, list(self.hooks.values()))
         for shard in run.shards if self.deep else ():
             for n, hook in enumerate(self.hooks.values()):
@@ -205,6 +234,9 @@ class Validator:
             }
         if chain.kind == "census":
             counted = {name: totals[name] for name in ("requests", *DISPOSITIONS)}
+            for name, n in redacted_before(account, self.ledger.runs[chain.run]).items():  # 8.6
+                counted[name] += n
+                counted["filtered"] -= n
             return counted | {"scheduled_tokens": totals["scheduled"]}
         return {}
 
@@ -212,7 +244,8 @@ class Validator:
 
     def _judge_totals(self) -> None:  # 7.5, 7.6, 8.4
         for seal in self.ledger.seals if self.whole else ():
-            self._judge_seal(seal)
+            if not self.ledger.redacting - seal["heads"].keys():  # 8.6
+                self._judge_seal(seal)
 
     def _judge_seal(self, seal: Json) -> None:
         runs = {self.ledger.chains[n].run for n in seal["heads"] if n in self.ledger.chains}
@@ -241,7 +274,7 @@ class Validator:
         named = tuple(f"shards/{name}/" for name in ledger.named)
         refused = tuple(f"ledger/{name}/" for name in ledger.refused)
         aside = (*refused, ".gitattributes", ".git/", ".cache/")
-        known = self.folder.reached | {*CARD}
+        known = self.folder.reached | {*CARD} | ledger.gone
         for path in CARD:
             if path in self.folder.names("."):
                 with self.found.catching():
@@ -255,6 +288,17 @@ class Validator:
                 self.found.add("E105", path, "nothing reaches it")
             elif not path.startswith(named):  # of a shard that was refused, or is replaced
                 self.found.add("E105", path, "nothing reaches it", "warning")
+
+
+def redacted_before(account: Account, run: Run) -> Counter[str]:  # 8.6
+    """Return what positions of redacted requests were before, as far as they moved."""
+    moved: Counter[str] = Counter()
+    for request in run.redacted:
+        for span in account.spans.get(request, []):
+            if (span["disposition"], span["reason"]) == ("filtered", "redacted"):
+                before = "captured" if span["step"] is not None else "cache_ref"
+                moved[before] += span["stop"] - span["start"]
+    return moved
 
 
 def _has_counted(run: Run) -> bool:  # 8.3

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.dataset.account import TOTALS, Account, Census, Redacted
+from actds.dataset.account import TOTALS, Account, Census, Moved
 from actds.dataset.columns import COLUMNS, MAX_FINDINGS_PER_CODE, Notes, check_words, ints
 from actds.dataset.drawn import columns_of
 from actds.dataset.ledger import ChainState
@@ -62,7 +62,7 @@ class RunAccount:
     account: Account
     complete: bool
     n_dropped: dict[str, int]
-    redacted: Redacted
+    redacted: Moved
 
 
 def check_accounting(
@@ -291,7 +291,7 @@ def _compare_totals(
 
 def _check_seals(catalog: Catalog, accounts: list[RunAccount]) -> None:
     """Check totals and multiplicity of every seal, against the runs whose chains it names."""
-    redacting = {one.place.split("/")[1] for one in catalog.replacements if one.requests}
+    redacting = {c.place.split("/")[1] for c in catalog.replacements if c.requests}
     for seal in catalog.seals:
         if redacting - seal.heads.keys():
             continue  # its rows were others: a redaction came after it
