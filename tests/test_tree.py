@@ -29,8 +29,8 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 91_650,
-    "modules": 267,
+    "shipped lines": 92_600,
+    "modules": 270,
     "modules with one importer": 48,
     "arguments of one function": 15,
     "fmt: skip": 10,
