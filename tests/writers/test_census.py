@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from actds.format.inclusion import Design
+from actds.format.tables import DISPOSITIONS
 from actds_testing.independent import draw
 from actds_writers.census.census import Census
 from actds_writers.census.process import from_line, to_line
@@ -288,6 +289,41 @@ def test_what_is_counted_while_it_runs_is_what_the_spans_have_at_the_end() -> No
     assert counted.undelivered_tokens == totals["undelivered"] == 1
     assert counted.aborted_tokens == totals["aborted"] == 10
     assert totals["recomputed"] == 41
+
+
+def test_what_a_client_did_not_ask_for_is_filtered_position_by_position() -> None:
+    census = Census()
+    ranges = ((2, 5), (39, 41))
+    census.observe(arrived(0, 40))
+    census.observe(replace(arrived(1, 40), left_out=LeftOut(ranges=ranges)))
+    census.observe(
+        replace(arrived(2, 40), left_out=LeftOut(decode="sampling:phase", ranges=ranges))
+    )
+    census.observe(replace(arrived(3, 40), left_out=LeftOut(ranges=())))
+    hits = tuple(Reference(request, 0, 32, 0) for request in (1, 2, 3))
+    census.observe(scheduled(0, (0, 0, 40)))
+    census.observe(scheduled(1, (0, 40, 41), *((n, 32, 40) for n in (1, 2, 3)), references=hits))
+    census.observe(scheduled(2, *((n, 40, 43) for n in (1, 2, 3))))
+    for request in range(4):
+        census.observe(finished(request, 2 if request == 0 else 4))
+    counted, made = census.progress(), census.tables(ALL, ClientFacts())
+    assert counted.filtered_tokens == made.totals["filtered"] == 38 + 39 + 43
+    spans = made.spans.to_pylist()
+    kept = [
+        (s["request"], s["start"], s["stop"], s["disposition"])
+        for s in spans
+        if s["request"] and s["disposition"] != "filtered"
+    ]
+    assert sorted(kept) == [
+        (1, 2, 5, "cache_ref"),
+        (1, 39, 41, "captured"),
+        (2, 2, 5, "cache_ref"),
+        (2, 39, 40, "captured"),
+    ]
+    reasons = {(s["request"], s["start"]): s["reason"] for s in spans}
+    assert reasons[1, 0] == reasons[1, 41] == reasons[2, 0] == reasons[3, 0] == "sampling:request"
+    assert reasons[2, 40] == "sampling:phase"
+    assert sum(s["stop"] - s["start"] for s in spans) == sum(made.totals[n] for n in DISPOSITIONS)
 
 
 def test_a_dropped_step_loses_what_no_rule_leaves_out() -> None:

@@ -22,7 +22,14 @@ from actds_writers.ipc.messages import (
     RequestFinished,
     StepLost,
 )
-from actds_writers.sampling import EVERYTHING, Labels, LeftOut, SamplingRules, client_request_id
+from actds_writers.sampling import (
+    EVERYTHING,
+    Labels,
+    LeftOut,
+    SamplingRules,
+    client_request_id,
+    positions_asked,
+)
 
 
 def rules(**fields: Any) -> SamplingRules:
@@ -248,3 +255,24 @@ def test_steps_count_what_the_rules_left_out() -> None:
     census.observe(finished(1, 1))
     [step] = census.tables(ALL, ClientFacts()).steps.to_pylist()
     assert (step["filtered_tokens"], step["captured_tokens"], step["batch_tokens"]) == (3, 2, 5)
+
+
+def test_a_client_asks_for_positions_by_name_and_range() -> None:
+    end = 2**31
+    for text, wanted in (
+        ("all", ((0, end),)),
+        ("none", ()),
+        ("prompt", ((0, 9),)),
+        ("last_prompt", ((8, 9),)),
+        ("all_generated", ((9, end),)),
+        ("last_prompt, all_generated", ((8, end),)),
+        ("0-3,2-5,7-", ((0, 5), (7, end))),
+        ("4-4", ()),
+    ):
+        assert positions_asked(text, 9) == wanted, text
+    for bad in ("", "last", "3", "-3", "1-2;3-4", 7, None, "0-9999999999", "0-1," * 400):
+        with pytest.raises(ValueError, match="actds_positions"):
+            positions_asked(bad, 9)
+    assert LeftOut(ranges=((2, 4), (8, 20))).stored(10, 9) == [(2, 4), (8, 10)]
+    assert LeftOut("a", None, ((2, 4), (8, 20))).stored(12, 9) == [(9, 12)]
+    assert LeftOut().stored(12, 9) == [(0, 12)] and LeftOut("a", "b").stored(12, 9) == []

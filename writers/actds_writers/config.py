@@ -532,6 +532,9 @@ class LiveSettings(SamplingRules, HarvestSettings):
         default=True, description="Hash the weight files before the server starts"
     )
     roles: bool = Field(default=True, description="Note who wrote the positions of chats")
+    switch: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="File during whose presence nothing of new requests is stored"
+    )
     group_readable: bool = Field(
         default=False,
         description="Let the group read the dataset's files; else none but the server's user",

@@ -216,10 +216,62 @@ class LeftOut:
 
     prefill: str | None = None
     decode: str | None = None
+    ranges: tuple[tuple[int, int], ...] | None = None
+    """Positions that the client asked for, ``None`` for all; others are left out as ``ASKED``."""
+
+    def stored(self, n: int, prompt_len: int) -> list[tuple[int, int]]:
+        """Return which of the positions [0, n) are not left out, as intervals."""
+        phases = ((self.prefill, 0, min(prompt_len, n)), (self.decode, prompt_len, n))
+        parts = [(start, stop) for reason, start, stop in phases if reason is None and start < stop]
+        if len(parts) == 2:
+            parts = [(0, n)]
+        if self.ranges is None:
+            return parts
+        cut = [(max(a, c), min(b, d)) for a, b in parts for c, d in self.ranges]
+        return [(start, stop) for start, stop in cut if start < stop]
 
 
 EVERYTHING = LeftOut()
 """Nothing of the request is left out."""
+POSITIONS = "actds_positions"
+"""What a request says in ``vllm_xargs`` of the positions that are to be stored."""
+ASKED, OFF = "sampling:request", "sampling:off"
+"""Why a position is left out: its client asked for others; the capture was switched off."""
+_END = 2**31
+_RANGE = re.compile(r"(?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})?")
+
+
+def positions_asked(text: object, prompt_len: int) -> tuple[tuple[int, int], ...]:
+    """Return the positions that a client asks to store, as ascending intervals.
+
+    ``all``, ``none``, ``prompt``, ``last_prompt``, ``all_generated``, and ranges such as ``0-16``
+    (without 16) or ``100-``; several with commas. Raises ValueError for anything else.
+    """
+    named = {
+        "all": (0, _END),
+        "none": (0, 0),
+        "prompt": (0, prompt_len),
+        "last_prompt": (max(prompt_len - 1, 0), prompt_len),
+        "all_generated": (prompt_len, _END),
+    }
+    intervals = list[tuple[int, int]]()
+    for word in str(text).split(",") if isinstance(text, str) and len(text) < 1024 else [""]:
+        match = _RANGE.fullmatch(word.strip())
+        if match is not None:
+            interval = int(match["first"]), int(match["last"] or _END)
+        elif (interval := named.get(word.strip(), (-1, -1)))[0] < 0:
+            raise ValueError(
+                f"{POSITIONS}: {str(text)[:80]!r}; expected {', '.join(named)}, or ranges such as "
+                "0-16,100-"
+            )
+        intervals.append(interval)
+    joined = list[tuple[int, int]]()
+    for start, stop in sorted(interval for interval in intervals if interval[0] < interval[1]):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def client_request_id(external_id: str) -> str:

@@ -91,6 +91,13 @@ class Step:
         columns = (self.prompt_lens, prefill, decode)
         edge, in_prompt, behind = (np.repeat(values, self.n_rows) for values in columns)
         mask: BoolArray = np.where(positions < edge, in_prompt, behind)
+        first = np.cumsum(self.n_rows) - self.n_rows
+        for row, n, out in zip(first.tolist(), self.n_rows.tolist(), self.left_out, strict=True):
+            if out.ranges is not None:
+                of_request = positions[row : row + n, None]
+                starts, stops = np.array(out.ranges, np.int64).reshape(-1, 2).T
+                inside = (of_request >= starts) & (of_request < stops)
+                mask[row : row + n] &= inside.any(axis=1)
         return mask
 
     def cut(self, n_cut: Mapping[int, int]) -> tuple[Step, BoolArray | None]:

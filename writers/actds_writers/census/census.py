@@ -27,6 +27,7 @@ from actds_writers.census.log import (
     UNDELIVERED,
     Drawn,
     LoggedRequest,
+    Ranges,
     RequestLog,
     StepLog,
     StepPieces,
@@ -48,7 +49,7 @@ from actds_writers.ipc.messages import (
     TokensSampled,
     intervals,
 )
-from actds_writers.sampling import MIXED_WEIGHTS
+from actds_writers.sampling import MIXED_WEIGHTS, LeftOut
 
 BLOCK_LINES = 1 << 16
 """Lines that are packed together; fewer wait as they are."""
@@ -208,6 +209,8 @@ class Census:
         self._counts = np.empty(0, _COUNTS)
         """By request number."""
         self._left_out: dict[str, dict[int, str]] = {"prefill": {}, "decode": {}}
+        self._asked: dict[int, Ranges] = {}
+        """By request, the positions that its client asked for, where it did."""
         self._scheduled_tokens = 0
         self._queried_tokens = 0
         self._hit_tokens = 0
@@ -266,6 +269,8 @@ class Census:
             self._counts = np.append(counts, np.full(more, np.array(_NO_COUNTS, _COUNTS)))
         self._counts["prompt_len"][number] = message.prompt_len
         self._counts["generated"][number] = RUNNING
+        if message.left_out.ranges is not None:
+            self._asked[number] = message.left_out.ranges
         for phase, left_out in self._left_out.items():
             if (reason := getattr(message.left_out, phase)) is not None:
                 left_out[number] = reason
@@ -276,7 +281,23 @@ class Census:
         edge, counts = self._counts["prompt_len"][who], self._counts
         in_prompt = np.clip(np.minimum(stop, edge) - start, 0, None)
         behind = np.clip(stop - np.maximum(start, edge), 0, None)
-        return int((in_prompt * counts["prefill"][who] + behind * counts["decode"][who]).sum())
+        n = int((in_prompt * counts["prefill"][who] + behind * counts["decode"][who]).sum())
+        for at in np.flatnonzero(np.isin(who, list(self._asked))).tolist() if self._asked else ():
+            n += self._outside(int(who[at]), int(start[at]), int(stop[at]))
+        return n
+
+    def _outside(self, number: int, start: int, stop: int) -> int:
+        """Return how many positions of a request no rule leaves out and its client did not want."""
+        counts = self._counts[number]
+        prefill, decode = ("" if counts[name] else None for name in ("prefill", "decode"))
+        by_rules = LeftOut(prefill, decode)
+        wanted = replace(by_rules, ranges=self._asked[number])
+        edge = int(counts["prompt_len"])
+        lengths = (
+            sum(max(b - max(a, start), 0) for a, b in out.stored(stop, edge))
+            for out in (by_rules, wanted)
+        )
+        return next(lengths) - next(lengths)
 
     def _scheduled(self, message: StepScheduled) -> None:
         for reference in message.references:
@@ -459,6 +480,7 @@ class Census:
             self._left_out,
             frozenset(self._lost) - logged_drops,
             drawn,
+            self._asked,
         )
         self._add_uncomputed(pieces)
         spans = span_table(pieces)

@@ -19,7 +19,9 @@ from actds.dataset.drawn import Shares
 from actds.format import tables
 from actds.format.inclusion import Design
 from actds_writers.ipc.messages import RequestArrived, RequestFinished
+from actds_writers.sampling import ASKED
 
+Ranges = tuple[tuple[int, int], ...]
 IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 BLOCK_STEPS = 1024
 OPEN_BLOCKS = 2
@@ -295,6 +297,7 @@ class StepPieces:
         left_out: dict[str, dict[int, str]],
         unlogged: frozenset[int],
         drawn: Drawn | None = None,
+        asked: Mapping[int, Ranges] | None = None,
     ) -> StepPieces:
         """Return the pieces with the final dispositions: filtered, dropped, aborted, captured.
 
@@ -309,6 +312,7 @@ class StepPieces:
             unlogged: dropped steps in no log; aborted, even where a later step is committed.
             drawn: which rows were drawn; what was not is no row whatever else happened to it, but
                 for a rule.
+            asked: by request, the positions that its client asked for; others are filtered.
         """
         settled = StepPieces()
         settled.reasons = list(self.reasons)
@@ -320,8 +324,10 @@ class StepPieces:
             settled._reason(reason): [step for step, why in dropped.items() if why == reason]
             for reason in sorted(set(dropped.values()))
         }
+        asked_for = settled._reason(ASKED) if asked else NONE
         for block in self.blocks():
             c = block if drawn is None else settled._split(block, drawn)
+            c, outside = _cut_at(c, asked or {})
             for reason, steps in drops.items():
                 lines = (c["disposition"] == CAPTURED) & np.isin(c["step"], steps)
                 c["disposition"] = np.where(lines, DROPPED, c["disposition"])
@@ -335,6 +341,7 @@ class StepPieces:
                 late = (c["step"] > acknowledged.get(phase, NONE)) | unseen
                 late &= c["disposition"] == CAPTURED
                 rule = rules[phase][c["request"]]
+                rule = np.where(outside & (rule == NONE), asked_for, rule)
                 filtered = rule != NONE
                 keep = stop > start
                 columns = {
@@ -465,3 +472,27 @@ def _merged(c: Columns) -> Columns:
 def _concatenated(blocks: list[Columns]) -> Columns:
     empty = dict.fromkeys(_COLUMNS, np.empty(0, np.int64))
     return {name: np.concatenate([block[name] for block in [empty, *blocks]]) for name in _COLUMNS}
+
+
+def _cut_at(c: Columns, asked: Mapping[int, Ranges]) -> tuple[Columns, np.ndarray]:
+    """Return the pieces cut where what clients asked for begins and ends, and which are outside."""
+    lines = np.flatnonzero(np.isin(c["request"], list(asked)))
+    if not len(lines):
+        return c, np.zeros(len(c["request"]), bool)
+    source, starts, stops, outside = list[int](), list[int](), list[int](), list[bool]()
+    for line in lines.tolist():
+        start, stop = int(c["start"][line]), int(c["stop"][line])
+        ranges = asked[int(c["request"][line])]
+        edges = sorted({start, stop, *(e for r in ranges for e in r if start < e < stop)})
+        for first, last in itertools.pairwise(edges):
+            source.append(line)
+            starts.append(first)
+            stops.append(last)
+            outside.append(not any(a <= first and last <= b for a, b in ranges))
+    rest = np.setdiff1d(np.arange(len(c["request"])), lines)
+    at = np.concatenate([rest, np.array(source, np.int64)])
+    cut = {name: column[at] for name, column in c.items()}
+    # A reference leads to the same positions of the other request, wherever it is cut.
+    cut["start"] = np.concatenate([c["start"][rest], np.array(starts, np.int64)])
+    cut["stop"] = np.concatenate([c["stop"][rest], np.array(stops, np.int64)])
+    return cut, np.concatenate([np.zeros(len(rest), bool), np.array(outside, bool)])

@@ -167,7 +167,7 @@ def _wrap_inputs(module: Any) -> None:
         document = _additional(vllm_config).get("actds")
         if not isinstance(document, dict):
             return
-        from actds_writers.engines.vllm.steering import refuse_in
+        from actds_writers.engines.vllm.requests import refuse_in
 
         refuse_in(self, document.get("intervene"))
         if document.get("roles") is False:
@@ -482,9 +482,9 @@ def _follow_weights(scheduler: Any, live: LiveRun) -> None:
 
 
 def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
+    from actds_writers.engines.vllm.answers import Answers
     from actds_writers.engines.vllm.requests import tokenizer_of
     from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
-    from actds_writers.engines.vllm.scores import Scores
     from actds_writers.ipc.link import Sender
     from actds_writers.sampling import keep_rules
 
@@ -503,7 +503,8 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
         keep=keep_rules(link.settings.keep) if link.live else None,
         tokenizer=functools.partial(tokenizer_of, scheduler),
         attending=link.settings.attending(link.run),
-        scores=Scores(Path(link.profile_path)) if link.live and link.profile_path else None,
+        answers=Answers(link) if link.live else None,
+        switch=_live.switch if _live else None,
         **more,
     )
     if scheduler.connector is not None:

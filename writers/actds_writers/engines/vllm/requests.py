@@ -29,11 +29,12 @@ from typing import Any
 from actds.errors import ActdsError
 from actds.format.interventions import Applied
 from actds_writers.engines import wrap
+from actds_writers.interventions import XARG, names_in
 from actds_writers.ipc.messages import count_packed, packed
 from actds_writers.prompts.encoding import NO_OFFSETS, Rendered, chat_roles
 from actds_writers.prompts.roles import ThinkingMarks, Unlabelled, sampled_labels
 from actds_writers.provenance import in_words
-from actds_writers.sampling import Regime
+from actds_writers.sampling import POSITIONS, Regime, positions_asked
 
 
 class LoadErrors:
@@ -401,3 +402,50 @@ def label_chats(processor: Any) -> None:
             if isinstance(prompt, dict) and KEY in prompt:
                 params.extra_args = {**(params.extra_args or {}), KEY: prompt[KEY]}
         return request
+
+
+def named_by(params: Any) -> str | None:
+    """Return the intervention that a client names, ``None`` without one."""
+    name = (getattr(params, "extra_args", None) or {}).get(XARG)
+    return name if name is None or isinstance(name, str) else f"{name!r}, no text"
+
+
+def refuse_unlisted(params: Any, names: Sequence[str]) -> None:
+    """Refuse a request that names an intervention which the server does not allow.
+
+    Raises what vLLM answers as a bad request.
+    """
+    name = named_by(params)
+    if name is not None and name not in names:
+        allowed = ", ".join(names) or "none: the server was started without interventions"
+        raise _bad_request()(f"{XARG}: {name[:80]!r} is not allowed here; allowed: {allowed}")
+
+
+def refuse_positions(params: Any) -> None:
+    """Refuse a request that asks for positions which nobody understands; raises the same."""
+    text = (getattr(params, "extra_args", None) or {}).get(POSITIONS)
+    try:
+        if text is not None:
+            positions_asked(text, 1)
+    except ValueError as error:
+        raise _bad_request()(str(error)) from None
+
+
+def _bad_request() -> type[Exception]:
+    try:
+        from vllm.exceptions import VLLMValidationError
+    except ImportError:  # a vLLM that answers so to any ValueError
+        return ValueError
+    kind: type[Exception] = VLLMValidationError
+    return kind
+
+
+def refuse_in(processor: Any, file: str | None) -> None:
+    """Let a server's front end refuse what it does not know of interventions and positions."""
+    names = () if file is None else names_in(file)
+
+    @wrap(processor, "process_inputs")
+    def processing(process: Any, key: str, prompt: Any, params: Any, *more: Any, **kw: Any) -> Any:
+        refuse_unlisted(params, names)
+        refuse_positions(params)
+        return process(key, prompt, params, *more, **kw)

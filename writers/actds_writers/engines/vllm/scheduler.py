@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import re
 import time
 from collections import deque
@@ -27,6 +28,7 @@ from actds.format.telemetry import Attending
 from actds.text import printable
 from actds_writers.engines import wrap
 from actds_writers.engines.account import Channel, SchedulerSide, encodable, in_json
+from actds_writers.engines.vllm.answers import Answers
 from actds_writers.engines.vllm.options import adapter_sha256
 from actds_writers.engines.vllm.requests import (
     Blocks,
@@ -39,15 +41,17 @@ from actds_writers.engines.vllm.requests import (
     take_regime,
     take_roles,
 )
-from actds_writers.engines.vllm.scores import Scores
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.sampling import (
     EVERYTHING,
     MIXED_WEIGHTS,
+    OFF,
+    POSITIONS,
     Labels,
     LeftOut,
     Regime,
     SamplingRules,
+    positions_asked,
 )
 
 log = logging.getLogger("vllm.actds")
@@ -187,8 +191,9 @@ class VllmSchedulerSide(SchedulerSide):
         tokenizer: returns the front end's, by which it looks for stop strings.
         written: the KV blocks that the run's weights computed, of a run that began when they
             changed; ``None`` where there are no others.
-        scores: what requests are answered that ask for their score.
+        answers: what requests are told that ask for their score or handle.
         attending: whose attention is looked at: they compute their own keys.
+        switch: file during whose presence nothing of new requests is stored.
     """
 
     def __init__(
@@ -204,11 +209,12 @@ class VllmSchedulerSide(SchedulerSide):
         tokenizer: Callable[[], Any] = lambda: None,
         written: WrittenBlocks | None = None,
         weights: str | None = None,
-        scores: Scores | None = None,
+        answers: Answers | None = None,
         attending: Attending | None = None,
+        switch: str | None = None,
     ) -> None:
         super().__init__(census)
-        self._scores, self._attending = scores, attending
+        self._answers, self._attending, self._switch = answers, attending, switch
         self._tokenizer = functools.cache(tokenizer)
         self._written, self.weights = written, weights
         self._entropy, self._keep = entropy, keep
@@ -362,9 +368,9 @@ class VllmSchedulerSide(SchedulerSide):
         return mark
 
     def answer(self, outputs: Any) -> None:
-        """Add their scores to the responses of requests that asked for them."""
-        if self._scores is not None:
-            self._scores.answer(outputs)
+        """Add scores and handles to the responses of requests that asked for them."""
+        if self._answers is not None:
+            self._answers.answer(outputs)
 
     def take_settled(self) -> tuple[Settled, ...]:
         settled, self._settled = tuple(self._settled), []
@@ -397,7 +403,7 @@ class VllmSchedulerSide(SchedulerSide):
     @property
     def has_news(self) -> bool:
         """Return whether results were taken that no mark has told the workers, or a score waits."""
-        return bool(self._settled) or (self._scores is not None and self._scores.is_waiting)
+        return bool(self._settled) or (self._answers is not None and self._answers.is_waiting)
 
     def report(self, message: StepScheduled | RequestFinished) -> None:
         """Send the census a step or an end, behind the steps in flight."""
@@ -544,8 +550,11 @@ class VllmSchedulerSide(SchedulerSide):
         if tracked is None:
             return
         self.retire(tracked.number)
-        if self._scores is not None:
-            self._scores.ended(request, tracked.number, self.last_step)
+        if self._answers is not None:
+            n = request.num_prompt_tokens + tracked.n_sampled(request)
+            n_positions = n - 1 if n > tracked.prompt_len else n
+            stored = tracked.left_out.stored(n_positions, tracked.prompt_len)
+            self._answers.ended(request, tracked.number, self.last_step, n_positions, stored)
         if tracked.is_stopped:
             return
         reason = request.get_finished_reason()  # an enumeration of integers, from 0
@@ -592,11 +601,14 @@ class VllmSchedulerSide(SchedulerSide):
                 return _unsupported(kind)
         if self._rules is None:
             return EVERYTHING
+        if self._switch is not None and os.path.exists(self._switch):
+            return LeftOut(OFF, OFF)
         params = request.sampling_params
         xargs = (params.extra_args if params is not None else None) or {}
-        return self._rules.left_out(
-            Labels(external_id, getattr(request, "session_id", None), xargs)
-        )
+        out = self._rules.left_out(Labels(external_id, getattr(request, "session_id", None), xargs))
+        if (text := xargs.get(POSITIONS)) is None:
+            return out
+        return replace(out, ranges=positions_asked(text, request.num_prompt_tokens))
 
     def _references(self, request: Any, tracked: _Tracked, start: int) -> list[Reference]:
         """Return the hits between the high-water mark and ``start``: from here and from outside."""

@@ -65,6 +65,7 @@ class LiveRun:
         release: releases the dataset's lock.
         metrics: host and port where metrics are served.
         before: the run of the same engine that this one follows.
+        switch: file during whose presence nothing of new requests is stored.
     """
 
     def __init__(
@@ -75,8 +76,9 @@ class LiveRun:
         release: Callable[[], None],
         metrics: tuple[str, int] | None = None,
         before: LiveRun | None = None,
+        switch: str | None = None,
     ) -> None:
-        self._begin, self._writer = begin, writer
+        self._begin, self._writer, self.switch = begin, writer, switch
         self._metrics_at, self._metrics, self._release = metrics, metrics, release
         self.pipeline = begin(writer)
         self.link: Link = self.pipeline.link
@@ -109,7 +111,9 @@ class LiveRun:
             run=layout.new_id("r"),
             started_ns=time.time_ns(),
         )
-        run = LiveRun(self._begin, writer, self.rules, self._release, self._metrics_at, before=self)
+        run = LiveRun(
+            self._begin, writer, self.rules, self._release, self._metrics_at, self, self.switch
+        )
         run.watch, self._release = self.watch, lambda: None
         return run
 
@@ -169,6 +173,11 @@ class LiveRun:
         finally:
             self._release()
 
+    @property
+    def is_off(self) -> bool:
+        """Return whether capture is switched off for now."""
+        return self.switch is not None and os.path.exists(self.switch)
+
     def wait(self) -> None:
         self._thread.join()
 
@@ -222,7 +231,7 @@ class LiveRun:
             elapsed_s=time.monotonic() - self._began,
             requests_done=counted.n_finished if counted else 0,
             requests_total=None,
-            is_capturing=self.failure is None,
+            is_capturing=self.failure is None and not self.is_off,
         )
 
 
@@ -288,7 +297,7 @@ def start(config: Any, document: Any) -> LiveRun:
             replica = config.parallel_config.data_parallel_index if settings.metrics_port else 0
             metrics = (settings.metrics_host, settings.metrics_port + replica)
         rules = settings.rules()
-        run = LiveRun(begin, writer, rules, lambda: os.close(lock), metrics)
+        run = LiveRun(begin, writer, rules, lambda: os.close(lock), metrics, switch=settings.switch)
     except BaseException:
         os.close(lock)
         raise

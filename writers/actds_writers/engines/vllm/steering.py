@@ -12,7 +12,6 @@ not end with a capture that fails.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from actds.errors import ActdsError
@@ -20,8 +19,8 @@ from actds.format.interventions import Applied, applied
 from actds_writers.capture.edits import Edits, Row
 from actds_writers.engines import wrap
 from actds_writers.engines.account import edits_of
-from actds_writers.engines.vllm.requests import REGIME
-from actds_writers.interventions import XARG, Planned, names_in
+from actds_writers.engines.vllm.requests import REGIME, named_by
+from actds_writers.interventions import XARG, Planned
 from actds_writers.ipc.link import Link
 
 _PREPARE = ("_prepare_inputs", "prepare_inputs")
@@ -31,42 +30,6 @@ KEY = "actds"
 _planned: Planned | None = None
 """Interventions of the engine that this process builds; it may build several in turn."""
 _is_keyed = False
-
-
-def named_by(params: Any) -> str | None:
-    """Return the intervention that a client names, ``None`` without one."""
-    name = (getattr(params, "extra_args", None) or {}).get(XARG)
-    return name if name is None or isinstance(name, str) else f"{name!r}, no text"
-
-
-def refuse_unlisted(params: Any, names: Sequence[str]) -> None:
-    """Refuse a request that names an intervention which the server does not allow.
-
-    Raises what vLLM answers as a bad request.
-    """
-    name = named_by(params)
-    if name is not None and name not in names:
-        allowed = ", ".join(names) or "none: the server was started without interventions"
-        raise _bad_request()(f"{XARG}: {name[:80]!r} is not allowed here; allowed: {allowed}")
-
-
-def _bad_request() -> type[Exception]:
-    try:
-        from vllm.exceptions import VLLMValidationError
-    except ImportError:  # a vLLM that answers so to any ValueError
-        return ValueError
-    kind: type[Exception] = VLLMValidationError
-    return kind
-
-
-def refuse_in(processor: Any, file: str | None) -> None:
-    """Let a server's front end refuse what its file of interventions does not name."""
-    names = () if file is None else names_in(file)
-
-    @wrap(processor, "process_inputs")
-    def processing(process: Any, key: str, prompt: Any, params: Any, *more: Any, **kw: Any) -> Any:
-        refuse_unlisted(params, names)
-        return process(key, prompt, params, *more, **kw)
 
 
 def of_request(request: Any, planned: Planned) -> tuple[Applied, ...]:
