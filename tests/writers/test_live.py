@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,16 +67,16 @@ def live_run(out: Path, run: str, rules: SamplingRules | None = None) -> LiveRun
         readouts=NONE,
     )  # fmt: skip
 
-    def begin(settings: WriterSettings) -> Pipeline:
+    def begin(settings: WriterSettings) -> tuple[Pipeline, Callable[[], None]]:
         lock = lock_dataset(out, shared=True)
         try:
             hooks = tuple((h.kind, h.layer) for h in HOOKS)
             sizes = {"ring_nbytes": RING_NBYTES, "staging_nbytes": 0}
-            return Pipeline(settings, hooks, os.getpid(), lock, **sizes)
+            return Pipeline(settings, hooks, os.getpid(), lock, **sizes), lambda: None
         finally:
             os.close(lock)
 
-    return LiveRun(begin, settings, rules or SamplingRules(), lambda: None)
+    return LiveRun(begin, settings, rules or SamplingRules())
 
 
 def clean(path: Path) -> actds.Dataset:

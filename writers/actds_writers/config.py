@@ -36,7 +36,7 @@ from actds.format.inclusion import Design, Unit, salt_of
 from actds.format.labels import MAX_LABELS, MAX_LENGTH
 from actds.format.schema import parse_part
 from actds.format.telemetry import Attending
-from actds.store import layout
+from actds.store import layout, local_folder
 from actds.version import __version__
 from actds_writers.model_folder import find_model
 from actds_writers.sampling import POLICIES, SamplingRules, keep_rules
@@ -181,6 +181,11 @@ class HarvestSettings(Settings):
     )
     ring_mib: Annotated[int, Field(ge=1)] = Field(
         default=256, description="Shared memory between engine and writer; at least two steps"
+    )
+    commit_seconds: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Commit rows that are older, in smaller shards; without it only full ones, "
+        "and the rest at the end",
     )
     # Smaller shards spend their time in fsync, not in encoding: raw gains nothing there.
     raw_mib: Annotated[int, Field(ge=0)] = Field(
@@ -532,6 +537,19 @@ class LiveSettings(SamplingRules, HarvestSettings):
         default=True, description="Hash the weight files before the server starts"
     )
     roles: bool = Field(default=True, description="Note who wrote the positions of chats")
+    rotate_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="Age at which a dataset ends and is sealed while serving goes on; out is the "
+        "folder of the datasets",
+    )
+    rotate_gib: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Size of the files at which a dataset ends likewise"
+    )
+    keep_datasets: Annotated[int, Field(ge=1)] | None = Field(
+        default=None,
+        description="With rotation into a local folder: sealed datasets that stay, others are "
+        "REMOVED, the oldest first",
+    )
     switch: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="File during whose presence nothing of new requests is stored"
     )
@@ -548,6 +566,11 @@ class LiveSettings(SamplingRules, HarvestSettings):
     @model_validator(mode="after")
     def _draws_by_what_is_served(self) -> Self:
         rules = keep_rules(self.keep)
+        if self.keep_datasets is not None:
+            if self.rotate_minutes is None and self.rotate_gib is None:
+                raise ValueError("keep_datasets: with rotate_minutes or rotate_gib")
+            if local_folder(self.out) is None:
+                raise ValueError("keep_datasets: in a local folder; a bucket has lifecycle rules")
         if any(name.startswith("labels.") for rule in rules for name, _ in rule.request):
             raise ValueError("keep: served requests have no labels; xarg NAME=GLOB, or id GLOB")
         if any(rule.role is not None for rule in rules) and not self.roles:

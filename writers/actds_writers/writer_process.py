@@ -71,6 +71,8 @@ class WriterProcess:
         while not self._ended():
             if not self._hub.poll(POLL_S, self._take):
                 self._watch_stages()
+            if self._writer is not None and not self._failed:
+                self._writer.commit_old()
             self._report()
         return self._finish()
 

@@ -435,6 +435,7 @@ class Writer:
             store, self._chain, plan, buffers, self._make_durable, self.publish
         )
         self._filling: dict[str, ShardBuffer] = {phase: self.committer.spare() for phase in PHASES}
+        self._filling_since: dict[str, float] = {}
         self.meters = Meters(hello, self.row_nbytes, self.committer.occupancy)
         self._assembly = Assembly(settings.tokens)
         self._stalls = TableLog("stalls")
@@ -549,11 +550,27 @@ class Writer:
         for phase, piece in slices.items():
             buffer = self._filling[phase]
             buffer.append(piece)
+            if piece.n_rows:
+                self._filling_since.setdefault(phase, time.monotonic())
             if buffer.n_rows >= self._settings.rows_per_shard:
-                self.committer.commit(phase, buffer)
-                self._filling[phase] = self._spare(message.step)
+                self._commit(phase, message.step)
         self.n_not_drawn += self._assembly.n_not_drawn(message)
         self._log_not_drawn(message)
+
+    def commit_old(self) -> None:
+        """Commit the rows that have waited for as long as the settings allow."""
+        limit, now = self._settings.harvest.commit_seconds, time.monotonic()
+        if limit is None or self.error is not None:
+            return
+        for phase, since in list(self._filling_since.items()):
+            # Not while others wait: shards would only get smaller.
+            if now - since >= limit and self.committer.has_spare:
+                self._commit(phase, self.last_step)
+
+    def _commit(self, phase: str, step: int) -> None:
+        self.committer.commit(phase, self._filling[phase])
+        self._filling_since.pop(phase, None)
+        self._filling[phase] = self._spare(step)
 
     def _spare(self, step: int) -> ShardBuffer:
         """Return an empty buffer; waiting for it is a stall of the pool."""

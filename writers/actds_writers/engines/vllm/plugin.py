@@ -435,16 +435,17 @@ def _marked(scheduler: Any, output: Any) -> Any:
 
 
 def _look_at_weights(scheduler: Any) -> None:
-    """Begin another run before a step, if its weights are not those of the last one."""
+    """Begin another run before a step, if its weights are not those of the last, or one is due."""
     if scheduler._actds is not None and _live is not None:
         _reported(scheduler, _follow_weights, scheduler, _live)
+    if scheduler._actds is not None and _live is not None and _live.following is not None:
+        _reported(scheduler, _rotate, scheduler, _live)
 
 
 def _follow_weights(scheduler: Any, live: LiveRun) -> None:
     from actds_writers.engines.vllm.requests import WrittenBlocks
-    from actds_writers.engines.vllm.weights import change_run, weights_facts
+    from actds_writers.engines.vllm.weights import weights_facts
 
-    global _live, _link
     watch, old = live.watch, scheduler._actds
     if watch is None or not watch.is_due or live.failure is not None:
         return
@@ -456,29 +457,65 @@ def _follow_weights(scheduler: Any, live: LiveRun) -> None:
     if change is None:
         return
     before, hashed = live.link.run, getattr(live.link.settings, "weights_digest", False)
-    _live = following = live.follow(weights_facts(change, before, hashed=hashed))
+    following = live.follow(weights_facts(change, before, hashed=hashed))
     log.warning(
         "actds: the weights were changed by %s: run %s ends, run %s begins.",
         change.words(),
         before,
         following.link.run,
     )
-    _link = following.link
-    os.environ[ENVIRONMENT] = _link.to_environment()
-    try:
-        groups = scheduler.kv_cache_config.kv_cache_groups
-        written = WrittenBlocks([int(group.kv_cache_spec.block_size) for group in groups])
-        side = _scheduler_side(scheduler, _link, written=written, weights=change.digest)
-        watch.rpc(change_run, args=(_link, old.take_settled()))
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    written = WrittenBlocks([int(group.kv_cache_spec.block_size) for group in groups])
+
+    def take_over(side: Any) -> None:
         for request in scheduler.requests.values():
             if not request.is_finished():
                 side.arrived(request, old.chat_of(request))
+
+    more = {"written": written, "weights": change.digest}
+    _change_run(scheduler, live, following, take_over, more)
+
+
+def _rotate(scheduler: Any, live: LiveRun) -> None:
+    following, old = live.following, scheduler._actds
+    if following is None or not following.is_up or live.failure is not None:
+        return
+    live.following, following.watch = None, live.watch
+    log.info("actds: run %s ends, run %s begins.", live.link.run, following.link.run)
+
+    def take_over(side: Any) -> None:
+        running = [r for r in scheduler.requests.values() if not r.is_finished()]
+        side.take_over(old, running)
+
+    _change_run(scheduler, live, following, take_over, {"before": old})
+
+
+def _change_run(
+    scheduler: Any,
+    live: LiveRun,
+    following: LiveRun,
+    take_over: Callable[[Any], None],
+    more: dict[str, Any],
+) -> None:
+    """Let the engine's processes capture for another run, whose requests ``take_over`` reports."""
+    from actds_writers.engines.vllm.weights import change_run
+
+    global _live, _link
+    old = scheduler._actds
+    assert live.watch is not None
+    _live, _link = following, following.link
+    os.environ[ENVIRONMENT] = _link.to_environment()
+    try:
+        side = _scheduler_side(scheduler, _link, **more)
+        live.watch.rpc(change_run, args=(_link, old.take_settled()))
+        take_over(side)
         scheduler._actds = side
     finally:
         _closers.remove(old.close)
         old.hand_on()
         old.close()
-        live.end_aside("interrupted" if scheduler.requests else "finished")
+        heir = None if "before" not in more else following
+        live.end_aside("interrupted" if scheduler.requests else "finished", heir)
 
 
 def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:

@@ -95,11 +95,19 @@ Owner = tuple[int | None, int]
 before came from outside."""
 
 
-class Owners:
-    """Who computed each prefix block; least recently used ones are forgotten first."""
+OUTSIDE = 2**31
+"""Above every position: all that a block serves came from outside the run."""
 
-    def __init__(self, limit: int | None) -> None:
-        self._limit = limit
+
+class Owners:
+    """Who computed each prefix block; least recently used ones are forgotten first.
+
+    Args:
+        unknown: of a block that is not known: no request, and how many positions came from outside.
+    """
+
+    def __init__(self, limit: int | None, unknown: Owner = (None, 0)) -> None:
+        self._limit, self._unknown = limit, unknown
         self.requests: OrderedDict[bytes, Owner] = OrderedDict()
 
     def find(self, request: Any, block: int) -> Owner:
@@ -107,7 +115,7 @@ class Owners:
         digest = bytes(hashes[block]) if block < len(hashes) else b""
         if digest in self.requests:
             self.requests.move_to_end(digest)
-        return self.requests.get(digest, (None, 0))
+        return self.requests.get(digest, self._unknown)
 
     def note(self, block: bytes, owner: Owner) -> None:
         self.requests[block] = owner

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from actds_writers.engines.account import Channel, SchedulerSide, encodable, in_
 from actds_writers.engines.vllm.answers import Answers
 from actds_writers.engines.vllm.options import adapter_sha256
 from actds_writers.engines.vllm.requests import (
+    OUTSIDE,
     Blocks,
     ChatRoles,
     Owners,
@@ -86,6 +87,8 @@ class _Tracked:
     admitted: bool = False
     as_reported: bool = True
     """Whether the engine's count of cached tokens is of those that it served."""
+    continues: bool = False
+    """Whether a run before has begun it."""
     mixed: bool = False
     """Whether it is computed on KV of other weights than the run's."""
     loses: bool = False
@@ -194,6 +197,7 @@ class VllmSchedulerSide(SchedulerSide):
         answers: what requests are told that ask for their score or handle.
         attending: whose attention is looked at: they compute their own keys.
         switch: file during whose presence nothing of new requests is stored.
+        before: that of the run before with the same weights: what KV there is came from outside.
     """
 
     def __init__(
@@ -212,6 +216,7 @@ class VllmSchedulerSide(SchedulerSide):
         answers: Answers | None = None,
         attending: Attending | None = None,
         switch: str | None = None,
+        before: VllmSchedulerSide | None = None,
     ) -> None:
         super().__init__(census)
         self._answers, self._attending, self._switch = answers, attending, switch
@@ -227,7 +232,11 @@ class VllmSchedulerSide(SchedulerSide):
         self._unsent: deque[_Flying | RequestFinished] = deque()
         self._settled: list[Settled] = []
         self._speculates = False
-        self.owners = Owners(None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks)
+        unknown = (None, 0) if before is None else (None, OUTSIDE)
+        limit = None if n_blocks is None else OWNERS_PER_BLOCK * n_blocks
+        self.owners = Owners(limit, unknown)
+        if before is not None:
+            self._written, self.weights = before._written, before.weights
 
     def follow(self, connector: Any) -> None:
         """Note what a ``KVConnectorBase_V1`` supplies, from the two calls that admit requests."""
@@ -252,13 +261,24 @@ class VllmSchedulerSide(SchedulerSide):
         tracked = self._tracked.get(request.request_id)
         return tracked.chat if tracked is not None else None
 
+    def take_over(self, before: VllmSchedulerSide, requests: Iterable[Any]) -> None:
+        """Report the requests that go on from the run before, which had the same weights."""
+        for request in requests:
+            known = before._tracked.get(request.request_id)
+            is_mixed = known is not None and known.mixed
+            self.arrived(request, before.chat_of(request), mixed=is_mixed)
+            # The engine has told the run before what it served from its cache.
+            self._tracked[request.request_id].continues = request.num_computed_tokens > 0
+
     def hand_on(self) -> None:
         """Report the requests that no step of the run has computed: they are of the next one."""
         for tracked in self._tracked.values():
             if not tracked.admitted:
                 self.report(RequestFinished(tracked.number, time.time_ns(), "unbegun", 0, ""))
 
-    def arrived(self, request: Any, chat: ChatRoles | None = None) -> None:
+    def arrived(
+        self, request: Any, chat: ChatRoles | None = None, *, mixed: bool | None = None
+    ) -> None:
         """Number and report a request that the scheduler took.
 
         One that cannot be described is left out, so that nobody else's capture ends with it. The
@@ -280,7 +300,8 @@ class VllmSchedulerSide(SchedulerSide):
             log.warning("actds: request %s is left out: %r", words, error)
             about = {"sampling": None, "left_out": _unsupported("request")}
         # What runs on from the run before has KV of its weights.
-        mixed = self._written is not None and request.num_computed_tokens > 0
+        if mixed is None:
+            mixed = self._written is not None and request.num_computed_tokens > 0
         if mixed:
             about["left_out"] = _mixed(about["left_out"])
         roles = regime.roles if regime else chat.prompt if chat else ""
@@ -615,7 +636,8 @@ class VllmSchedulerSide(SchedulerSide):
         first_loaded, loaded = tracked.loading
         if not tracked.admitted:
             # What failed to load, or was loaded to its last token, is computed nevertheless.
-            tracked.admitted, tracked.as_reported = True, loaded <= start
+            is_reported = loaded <= start and not tracked.continues
+            tracked.admitted, tracked.as_reported = True, is_reported
         tracked.loading = first_loaded, loaded = first_loaded, min(loaded, start)
         references: list[Reference] = []
         position = tracked.high_water

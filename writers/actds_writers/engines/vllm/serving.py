@@ -25,12 +25,13 @@ from actds.format.readouts import NONE
 from actds.format.schema import CloseReason
 from actds.store import layout, local_folder, open_store
 from actds_writers.capture.hooks import hook_specs, parse_hooks
-from actds_writers.config import LiveSettings, WriterSettings, settings_of
+from actds_writers.config import HarvestSettings, LiveSettings, WriterSettings, settings_of
 from actds_writers.engines.account import layer_config
 from actds_writers.engines.vllm.options import admit, graph_key, refuse_options, refuse_unread
+from actds_writers.engines.vllm.rotation import Rotation
 from actds_writers.engines.vllm.weights import WeightsWatch
 from actds_writers.engines.vllm.worker import model_files
-from actds_writers.harvest.prepare import hold, looked_at, plan_edits, plan_profile
+from actds_writers.harvest.prepare import discard_empty, hold, looked_at, plan_edits, plan_profile
 from actds_writers.harvest.processes import Pipeline
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact, HookSpec
@@ -57,35 +58,42 @@ def parse_live_settings(document: Any) -> LiveSettings:
     )
 
 
+Begin = Callable[[WriterSettings], tuple[Pipeline, Callable[[], None]]]
+
+
 class LiveRun:
     """Writer and census of one engine, supervised in the background.
 
     Args:
-        begin: starts both processes, which are not yet connected.
-        release: releases the dataset's lock.
+        begin: starts both processes, which are not yet connected, and returns what releases the
+            lock of their dataset.
         metrics: host and port where metrics are served.
         before: the run of the same engine that this one follows.
         switch: file during whose presence nothing of new requests is stored.
+        rotation: when the dataset ends and another begins; ``None`` for never.
     """
 
     def __init__(
         self,
-        begin: Callable[[WriterSettings], Pipeline],
+        begin: Begin,
         writer: WriterSettings,
         rules: SamplingRules,
-        release: Callable[[], None],
         metrics: tuple[str, int] | None = None,
         before: LiveRun | None = None,
         switch: str | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         self._begin, self._writer, self.switch = begin, writer, switch
-        self._metrics_at, self._metrics, self._release = metrics, metrics, release
-        self.pipeline = begin(writer)
+        self._metrics_at, self._metrics, self._rotation = metrics, metrics, rotation
+        self.pipeline, self._release = begin(writer)
         self.link: Link = self.pipeline.link
         self.watch: WeightsWatch | None = None
         self._n_changed = 0
         """Tokens that were computed with other weights, as far as the census has said."""
         self._before = before
+        self.following: LiveRun | None = None
+        """The run of the next dataset, when this one is due."""
+        self.is_up = False
         self._began = time.monotonic()
         self.rules = rules
         self.failure: Exception | None = None
@@ -97,29 +105,51 @@ class LiveRun:
         self._thread.start()
 
     def follow(self, facts: Sequence[Fact]) -> LiveRun:
+        """Return the next run, of other weights, after the end of this one's supervision."""
         self._ending.set()  # a port of metrics is free when the thread has ended
         self._thread.join()
+        if self.following is not None:  # of the weights before
+            self.following.end_aside("finished")
+            self.following = None
         known = {fact.name: fact for fact in (*self._writer.facts, *facts)}
         harvest = self._writer.harvest
         if harvest.profile is not None:
             log.warning("actds: no alerts any more: the profile is of the weights before")
             harvest = harvest.model_copy(update={"profile": None, "alert_url": None})
-        writer = replace(
-            self._writer,
-            harvest=harvest,
-            facts=tuple(known.values()),
-            run=layout.new_id("r"),
-            started_ns=time.time_ns(),
-        )
-        run = LiveRun(
-            self._begin, writer, self.rules, self._release, self._metrics_at, self, self.switch
-        )
-        run.watch, self._release = self.watch, lambda: None
+        run = self._next(harvest, tuple(known.values()), self._metrics_at)
+        run.watch = self.watch
         return run
 
-    def end_aside(self, reason: CloseReason) -> None:
-        """End the run on a thread of its own, which the end of the next run waits for."""
-        self._thread = threading.Thread(target=self.end, args=(reason,), name="actds-end")
+    def _next(
+        self,
+        harvest: HarvestSettings,
+        facts: tuple[Fact, ...],
+        metrics: tuple[str, int] | None,
+    ) -> LiveRun:
+        run = layout.new_id("r")
+        if self._rotation is not None:
+            harvest = harvest.model_copy(update={"out": self._rotation.dataset(run)})
+        writer = replace(
+            self._writer, harvest=harvest, facts=facts, run=run, started_ns=time.time_ns()
+        )
+        more = self.switch, self._rotation
+        return LiveRun(self._begin, writer, self.rules, metrics, self, *more)
+
+    def end_aside(self, reason: CloseReason, heir: LiveRun | None = None) -> None:
+        """End the run on a thread of its own, which the end of the next run waits for.
+
+        ``heir`` serves its metrics from then on.
+        """
+        supervising = self._thread
+
+        def ending() -> None:
+            self._ending.set()
+            supervising.join()
+            if heir is not None:  # the port is free
+                heir._metrics = heir._metrics_at = self._metrics_at
+            self.end(reason)
+
+        self._thread = threading.Thread(target=ending, name="actds-end")
         self._thread.start()
 
     def fail(self, error: Exception) -> None:
@@ -153,6 +183,9 @@ class LiveRun:
         if self._before is not None:
             self._before.wait()
             self._before = None
+        if self.following is not None:
+            self.following.end("finished")
+            self.following = None
         try:
             with self.pipeline:
                 ended = self.pipeline.finish(
@@ -161,17 +194,23 @@ class LiveRun:
                 )
             log.info(
                 "actds: run %s is complete: %s rows stored, %s positions dropped, %s aborted, "
-                "%s filtered. When all engines have ended: actds seal",
+                "%s filtered.%s",
                 self.link.run,
                 *(
                     ended["census"].get(n, 0)
                     for n in ("captured", "dropped", "aborted", "filtered")
                 ),
+                "" if self._rotation else " When all engines have ended: actds seal",
             )
         except ActdsError as error:
             log.error("actds: run %s: %s", self.link.run, error)
         finally:
             self._release()
+        out = self.link.settings.out
+        if self._rotation is not None and open_store(out).exists(layout.GENESIS):
+            self._rotation.seal(out)
+        elif self._rotation is not None:
+            discard_empty(out)
 
     @property
     def is_off(self) -> bool:
@@ -187,15 +226,35 @@ class LiveRun:
         except (ActdsError, OSError) as error:
             self.fail(error)
             return
-        writer_ends = False
+        self.is_up, writer_ends = True, False
         with ExitStack() as watch:
             while not self._ending.wait(POLL_S):
                 writer_ends = self._poll(writer_ends)
                 counted = self.pipeline.counted
                 # Only now: the engine may fork before its scheduler has connected.
+                if self._is_due():
+                    self._prepare()
                 if self._metrics is not None and counted is not None and counted.connected:
                     self._serve_metrics(watch, *self._metrics)
                     self._metrics = None
+
+    def _is_due(self) -> bool:
+        written = self.pipeline.written
+        if self._rotation is None or self.following is not None or self.failure is not None:
+            return False
+        age_s = time.monotonic() - self._began
+        if written is None:
+            return False
+        totals = written.commits
+        return self._rotation.is_due(age_s, written.n_rows, totals.nbytes_out)
+
+    def _prepare(self) -> None:
+        """Start the processes of the next dataset; the scheduler changes over when they are up."""
+        try:
+            self.following = self._next(self._writer.harvest, self._writer.facts, None)
+        except (ActdsError, OSError) as error:
+            log.error("actds: no next dataset, this one goes on: %s", error)
+            self._rotation = None
 
     def _poll(self, writer_ends: bool) -> bool:
         """Take the messages of the processes; return whether the writer knows of a failure."""
@@ -264,44 +323,51 @@ def start(config: Any, document: Any) -> LiveRun:
     places = parse_hooks(settings.hooks, n_layers)
     hooks = hook_specs(places, config_of, "float32")
     looked_at(settings, n_layers)
-    out = destination(settings.out, 0o777 & ~settings.umask)
+    rotation, run = Rotation.of(settings), layout.new_id("r")
+    mode = 0o777 & ~settings.umask
+    out = destination(settings.out if rotation is None else rotation.dataset(run), mode)
     settings = settings.model_copy(update={"out": out})
-    lock = hold(out, shared=True)
-    try:
+    if rotation is None:
         compare_hooks(out, hooks)
-        readouts, probes = _readouts(settings, hooks)
-        edits = plan_edits(settings.intervene, config_of, live=True)
-        writer = _writer_settings(settings, model, hooks, readouts, _replica(config))
-        if edits is not None:
-            writer = replace(writer, facts=(*writer.facts, edits.fact))
-        profile = None
-        if settings.profile is not None:
-            dtype = observed("numerics.dtype", str(model.dtype).removeprefix("torch."))
-            names = [hook.name for hook in hooks]
-            profile = plan_profile(settings, names, readouts, (*writer.facts, dtype))
-        # The client of an engine core in its own process is the parent.
-        in_child = multiprocessing.parent_process() is not None
-        begin = functools.partial(
-            Pipeline,
-            hooks=tuple(places),
-            client_pid=os.getppid() if in_child else os.getpid(),
-            lock=lock,
-            files={
-                "probes": probes,
-                "interventions": None if edits is None else edits.to_bytes(),
-                "profile": profile,
-            },
-        )
-        metrics = None
-        if settings.metrics_port is not None:
-            replica = config.parallel_config.data_parallel_index if settings.metrics_port else 0
-            metrics = (settings.metrics_host, settings.metrics_port + replica)
-        rules = settings.rules()
-        run = LiveRun(begin, writer, rules, lambda: os.close(lock), metrics, switch=settings.switch)
-    except BaseException:
-        os.close(lock)
-        raise
-    config.additional_config = {**config.additional_config, "actds": graph_key(run.link)}
+    readouts, probes = _readouts(settings, hooks)
+    edits = plan_edits(settings.intervene, config_of, live=True)
+    writer = _writer_settings(settings, model, hooks, readouts, _replica(config))
+    writer = replace(writer, run=run)
+    if edits is not None:
+        writer = replace(writer, facts=(*writer.facts, edits.fact))
+    profile = None
+    if settings.profile is not None:
+        dtype = observed("numerics.dtype", str(model.dtype).removeprefix("torch."))
+        names = [hook.name for hook in hooks]
+        profile = plan_profile(settings, names, readouts, (*writer.facts, dtype))
+    # The client of an engine core in its own process is the parent.
+    in_child = multiprocessing.parent_process() is not None
+    pipeline = functools.partial(
+        Pipeline,
+        hooks=tuple(places),
+        client_pid=os.getppid() if in_child else os.getpid(),
+        files={
+            "probes": probes,
+            "interventions": None if edits is None else edits.to_bytes(),
+            "profile": profile,
+        },
+    )
+
+    def begin(writer: WriterSettings) -> tuple[Pipeline, Callable[[], None]]:
+        lock = hold(destination(writer.harvest.out, mode), shared=True)
+        try:
+            return pipeline(writer, lock=lock), functools.partial(os.close, lock)
+        except BaseException:
+            os.close(lock)
+            raise
+
+    metrics = None
+    if settings.metrics_port is not None:
+        replica = config.parallel_config.data_parallel_index if settings.metrics_port else 0
+        metrics = (settings.metrics_host, settings.metrics_port + replica)
+    rules = settings.rules()
+    run_of = LiveRun(begin, writer, rules, metrics, switch=settings.switch, rotation=rotation)
+    config.additional_config = {**config.additional_config, "actds": graph_key(run_of.link)}
     log.info(
         "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
         ", ".join(hook.name for hook in hooks),
@@ -310,7 +376,7 @@ def start(config: Any, document: Any) -> LiveRun:
         rules.describe(),
         settings.overflow,
     )
-    return run
+    return run_of
 
 
 def _replica(config: Any) -> tuple[int, int]:
