@@ -48,10 +48,10 @@ class _Held:
 
 
 class Answers:
-    """The answers of one run."""
+    """The answers of one run; ``dataset`` is the id of its dataset, where that is known."""
 
-    def __init__(self, link: Link) -> None:
-        self._link, self._dataset = link, ""
+    def __init__(self, link: Link, dataset: str = "") -> None:
+        self._link, self._dataset = link, dataset
         self._profile: Profile | None = None
         if link.profile_path:
             self._profile = Profile.read(Path(link.profile_path))

@@ -438,7 +438,7 @@ def _look_at_weights(scheduler: Any) -> None:
     """Begin another run before a step, if its weights are not those of the last, or one is due."""
     if scheduler._actds is not None and _live is not None:
         _reported(scheduler, _follow_weights, scheduler, _live)
-    if scheduler._actds is not None and _live is not None and _live.following is not None:
+    if scheduler._actds is not None and _live is not None:
         _reported(scheduler, _rotate, scheduler, _live)
 
 
@@ -477,10 +477,9 @@ def _follow_weights(scheduler: Any, live: LiveRun) -> None:
 
 
 def _rotate(scheduler: Any, live: LiveRun) -> None:
-    following, old = live.following, scheduler._actds
-    if following is None or not following.is_up or live.failure is not None:
+    following, old = live.take_following(), scheduler._actds
+    if following is None:
         return
-    live.following, following.watch = None, live.watch
     log.info("actds: run %s ends, run %s begins.", live.link.run, following.link.run)
 
     def take_over(side: Any) -> None:
@@ -540,7 +539,7 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
         keep=keep_rules(link.settings.keep) if link.live else None,
         tokenizer=functools.partial(tokenizer_of, scheduler),
         attending=link.settings.attending(link.run),
-        answers=Answers(link) if link.live else None,
+        answers=Answers(link, _live.dataset if _live else "") if link.live else None,
         switch=_live.switch if _live else None,
         **more,
     )

@@ -11,6 +11,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -91,8 +92,9 @@ class LiveRun:
         self._n_changed = 0
         """Tokens that were computed with other weights, as far as the census has said."""
         self._before = before
-        self.following: LiveRun | None = None
+        self._following: LiveRun | None = None
         """The run of the next dataset, when this one is due."""
+        self._is_followed = False
         self.is_up = False
         self._began = time.monotonic()
         self.rules = rules
@@ -108,9 +110,9 @@ class LiveRun:
         """Return the next run, of other weights, after the end of this one's supervision."""
         self._ending.set()  # a port of metrics is free when the thread has ended
         self._thread.join()
-        if self.following is not None:  # of the weights before
-            self.following.end_aside("finished")
-            self.following = None
+        if self._following is not None:  # of the weights before
+            self._following.end_aside("finished")
+            self._following = None
         known = {fact.name: fact for fact in (*self._writer.facts, *facts)}
         harvest = self._writer.harvest
         if harvest.profile is not None:
@@ -129,8 +131,14 @@ class LiveRun:
         run = layout.new_id("r")
         if self._rotation is not None:
             harvest = harvest.model_copy(update={"out": self._rotation.dataset(run)})
+        dataset = self._writer.dataset if self._rotation is None else secrets.token_hex(16)
         writer = replace(
-            self._writer, harvest=harvest, facts=facts, run=run, started_ns=time.time_ns()
+            self._writer,
+            harvest=harvest,
+            facts=facts,
+            run=run,
+            dataset=dataset,
+            started_ns=time.time_ns(),
         )
         more = self.switch, self._rotation
         return LiveRun(self._begin, writer, self.rules, metrics, self, *more)
@@ -183,9 +191,9 @@ class LiveRun:
         if self._before is not None:
             self._before.wait()
             self._before = None
-        if self.following is not None:
-            self.following.end("finished")
-            self.following = None
+        if self._following is not None:
+            self._following.end("finished")
+            self._following = None
         try:
             with self.pipeline:
                 ended = self.pipeline.finish(
@@ -240,21 +248,31 @@ class LiveRun:
 
     def _is_due(self) -> bool:
         written = self.pipeline.written
-        if self._rotation is None or self.following is not None or self.failure is not None:
+        if self._rotation is None or self._is_followed or written is None or self.failure:
             return False
         age_s = time.monotonic() - self._began
-        if written is None:
-            return False
-        totals = written.commits
-        return self._rotation.is_due(age_s, written.n_rows, totals.nbytes_out)
+        return self._rotation.is_due(age_s, written.n_rows, written.commits.nbytes_out)
 
     def _prepare(self) -> None:
         """Start the processes of the next dataset; the scheduler changes over when they are up."""
+        self._is_followed = True
         try:
-            self.following = self._next(self._writer.harvest, self._writer.facts, None)
+            self._following = self._next(self._writer.harvest, self._writer.facts, None)
         except (ActdsError, OSError) as error:
             log.error("actds: no next dataset, this one goes on: %s", error)
-            self._rotation = None
+
+    @property
+    def dataset(self) -> str:
+        """Return the id of the dataset that is of this run alone, empty for one of several."""
+        return "" if self._rotation is None else self._writer.dataset
+
+    def take_following(self) -> LiveRun | None:
+        """Return the run of the next dataset, once, when it is due and its processes are up."""
+        following = self._following
+        if following is None or not following.is_up or self.failure is not None:
+            return None
+        self._following, following.watch = None, self.watch
+        return following
 
     def _poll(self, writer_ends: bool) -> bool:
         """Take the messages of the processes; return whether the writer knows of a failure."""
