@@ -20,15 +20,17 @@ import pytest
 from test_live import engine_config
 
 import actds
-from actds.dataset.reading import read_genesis
+from actds.dataset.reading import read_dataset, read_genesis
 from actds.errors import ActdsError
 from actds.format.readouts import NONE, readouts_of
 from actds.publish.sealing import seal
 from actds.store import open_store
 from actds_testing.server import LANE, scrape
+from actds_testing.synthetic import make_dataset
 from actds_testing.synthetic_engine import D_MODEL, GENERATED, HOOKS, PROMPT_LEN, SyntheticEngine
 from actds_validators.validate.validation import validate
 from actds_writers.engines.vllm import serving
+from actds_writers.engines.vllm.rotation import Rotation
 from actds_writers.engines.vllm.serving import LiveRun
 from actds_writers.sampling import LeftOut
 
@@ -290,6 +292,12 @@ def test_each_replica_has_a_port_of_its_own(
         ({"probes": "none.npy"}, r"E015 .*none\.npy"),
         ({"probes": "narrow.npy"}, r"E015 .*narrow\.npy"),
         ({"out": "s3://"}, r"E017 .*actds\.out"),
+        ({"keep_datasets": 3}, r"E017 .*keep_datasets: with rotate_minutes"),
+        (
+            {"out": "s3://b/p", "keep_datasets": 3, "rotate_minutes": 5},
+            r"E017 .*keep_datasets: in a local folder",
+        ),
+        ({"rotate_minutes": 0}, r"E017 .*rotate_minutes"),
         ({"hooks": "resid_post:9"}, "E007"),
     ],
 )
@@ -301,3 +309,54 @@ def test_what_is_wrong_is_said_before_a_process_or_a_dataset_begins(
     with pytest.raises(ActdsError, match=words):
         serving.start(config(), document(**{"out": tmp_path / "acts", **other}))
     assert not list(tmp_path.glob("acts/*"))
+
+
+def test_a_dataset_ends_when_it_is_due_and_the_next_one_is_ready_beside_it(
+    out: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.actds")
+    run = serving.start(config(), document(out, rotate_gib=1e-6, commit_seconds=0.01))
+    first = serve(run)
+    deadline = time.monotonic() + TIMEOUT_S
+    while (following := run.take_following()) is None:
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.02)
+    assert run.take_following() is None, "it is handed out once"
+    first.close()
+    run.end_aside("finished", following)
+    second = serve(following)
+    end(following, second)
+    assert run.dataset != following.dataset
+    for one in (run, following):
+        dataset = actds.open(one.link.settings.out)  # each has sealed its own
+        assert dataset.digest and dataset.n_rows == N_REQUESTS * N_POSITIONS
+        assert dataset.catalog.genesis.dataset == one.dataset
+        assert not validate(one.link.settings.out, level="deep").findings
+        assert one.link.settings.out.startswith(f"{out}/")
+
+
+def test_sealed_datasets_beyond_the_number_to_keep_are_removed(tmp_path: Path) -> None:
+    names = [f"2026112{day}t120000z-r-{day:016x}" for day in range(1, 6)]
+    for name in names:
+        (tmp_path / name / "seal").mkdir(parents=True)
+        if name != names[1]:  # one that could not be sealed stays
+            (tmp_path / name / "seal" / "0001.json").write_text("{}")
+    (tmp_path / "of-somebody").mkdir()
+    make_dataset(tmp_path / names[4] / "d")
+    rotation = Rotation(str(tmp_path), 60, None, 2)
+    rotation.seal(str(tmp_path / names[4] / "d"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [names[1], *names[3:], "of-somebody"]
+    assert not rotation.is_due(1e9, 0, 0) and rotation.is_due(60, 1, 0)
+    assert not rotation.is_due(59, 1, 10**9) and Rotation("", None, 5, None).is_due(0, 1, 5)
+
+
+def test_rows_that_wait_too_long_are_committed_while_it_serves(tmp_path: Path) -> None:
+    out = tmp_path / "acts"
+    run = serving.start(config(), document(out, rows_per_shard=10**4, commit_seconds=0.2))
+    engine = serve(run)
+    deadline = time.monotonic() + TIMEOUT_S
+    while sum(m.n_rows for m in read_dataset(open_store(out)).shards) < N_REQUESTS * N_POSITIONS:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    end(run, engine)
+    sealed(out)
