@@ -238,9 +238,9 @@ def verify(
 
 def _attested(of: Document | None, by: Judgement) -> Attested:
     document = {} if of is None else of.model_dump()
-    names = ("verdict", "looked_at", "reason", "fraction", "n_requests")
-    facts = [getattr(of, name, None) for name in ("kind", *names)]
-    return Attested(*facts, document or None, by.accepted, by.rejected)
+    names = ("kind", "verdict", "looked_at", "reason", "fraction", "n_requests")
+    facts = {name: getattr(of, name, None) for name in names}
+    return Attested(**facts, predicate=document or None, keys=by.accepted, rejected=by.rejected)
 
 
 def trusted_of(keys: Sequence[str | os.PathLike[str]], store: Store, need: int) -> list[TrustedKey]:

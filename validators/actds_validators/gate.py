@@ -494,11 +494,12 @@ def _counts(passage: Passage) -> str:
 
 
 def _validation_facts(passage: Passage, policy_sha256: str) -> dict[str, Any]:
-    validation, policy = passage.validation, None
+    validation = passage.validation
+    policy: dict[str, Any] | None = None
     if passage.policy is not None:
         rules = sorted({finding.place for finding in passage.refused})
-        policy = {"name": passage.policy.name, "sha256": policy_sha256, "refused": rules}
-        policy["audit"] = passage.verdict
+        policy = {"name": passage.policy.name, "sha256": policy_sha256}
+        policy |= {"refused": rules, "audit": passage.verdict}
     findings = Counter((f.code, f.severity) for f in [*validation.findings, *passage.refused])
     return {
         "level": validation.level,
