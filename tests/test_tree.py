@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 92_600,
+    "shipped lines": 92_810,
     "modules": 270,
     "modules with one importer": 48,
     "arguments of one function": 15,

@@ -13,6 +13,7 @@ import click
 
 from actds.cli.command import (
     FiniteRange,
+    ResultCommand,
     default_option,
     envelope,
     executor_option,
@@ -26,6 +27,7 @@ from actds.text import Line, counted, format_nbytes, printable
 
 if TYPE_CHECKING:
     from actds.exchange.doctor import FoundSet, Report, ValueCounts
+    from actds.publish.attestation import VerdictAttestation
     from actds.publish.envelope import Rejected
     from actds.publish.transfer import Transfer
 
@@ -370,7 +372,13 @@ def sign_command(path: str, key: str | None, keyless: bool, as_json: bool) -> No
     print_result("sign", done, as_json, [f"seal {done.seal} sha256:{done.digest}", words])
 
 
-@click.command("verify")
+def _verdict() -> type[VerdictAttestation]:
+    from actds.publish.attestation import VerdictAttestation
+
+    return VerdictAttestation
+
+
+@click.command("verify", cls=ResultCommand, reads={"verdict": _verdict})
 @click.argument("path", metavar="PATH")
 @click.option(
     "--key",
@@ -393,7 +401,8 @@ def verify_command(path: str, keys: tuple[str, ...], as_json: bool, **options: A
 
     PATH is the dataset's folder or URI. You say whom you trust; nothing is taken from the dataset.
     Ledger and documents are checked; actds validate with the digest as --seal compares every byte
-    with the seal.
+    with the seal. Replays, validations and audits that somebody attests are listed, with who signed
+    them.
 
     \b
     Examples:
@@ -422,9 +431,8 @@ def verify_command(path: str, keys: tuple[str, ...], as_json: bool, **options: A
             click.echo(f"not counted: attestation signed by {names}", err=True)
             continue
         names = ", ".join(f"{key.keyid} ({printable(key.file)})" for key in line.keys)
-        words = f"{line.n_requests} requests replayed, a fraction of {line.fraction}"
-        reason = printable(line.reason or "")
-        click.echo(f"attested by key {names}: {line.verdict} ({words}): {reason}")
+        words = f"{line.verdict} ({line.looked_at}): {line.reason}"
+        click.echo(f"attested by key {names}: {printable(words)}")
     click.echo(f"every byte: actds validate PATH --seal sha256:{verified.digest}", err=True)
 
 

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from actds.dataset.info import (
     Facts,
@@ -65,14 +65,22 @@ _NUMERICS = [
 ]
 
 
-class _Answer(BaseModel):
+class AuditAnswer(BaseModel):
+    """The answer of an audit, as far as cards and attestations show it."""
+
+    model_config = ConfigDict(frozen=True)
+
     level: str
     words: str
     sentence: str
     load: str | None
 
 
-class _Place(BaseModel):
+class AuditPlace(BaseModel):
+    """A place of an audit, as far as cards and attestations show it."""
+
+    model_config = ConfigDict(frozen=True)
+
     name: str
     level: str
     accepted: bool
@@ -84,8 +92,8 @@ class _Audit(BaseModel):
 
     format: str
     digest: str
-    answer: _Answer
-    places: list[_Place]
+    answer: AuditAnswer
+    places: list[AuditPlace]
 
 
 def _read_audit(file: str | os.PathLike[str], digest: str) -> _Audit:

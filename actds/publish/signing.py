@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from actds.dataset.reading import Catalog
 from actds.errors import ActdsError
 from actds.format import canonical
-from actds.publish.attestation import Attestation, judged
+from actds.publish.attestation import Document, judged
 from actds.publish.envelope import (
     KEYS_VARIABLE,
     MAX_ENVELOPE_NBYTES,
@@ -73,18 +73,26 @@ class Identity:
 
 @dataclass(frozen=True)
 class Attested:
-    """A line of attestations: the answer of a replay, and who signed it.
+    """A line of attestations: what a replay, a validation or an audit said, and who signed it.
+
+    All but ``keys`` and ``rejected`` is None of a line of no trusted key.
 
     Args:
-        verdict: ``same``, ``another`` or ``cannot tell``; None of a line of no trusted key.
+        kind: ``replay``, ``validation``, ``audit`` or ``check``.
+        verdict: of a replay ``same``, ``another`` or ``cannot tell``; else as of the command.
+        looked_at: how much, how and when, in words.
+        predicate: the whole document (15.7, 15.8).
         keys: the trusted keys that signed it.
         rejected: signatures that count for nothing.
     """
 
+    kind: str | None
     verdict: str | None
+    looked_at: str | None
     reason: str | None
     fraction: float | None
     n_requests: int | None
+    predicate: dict[str, Any] | None
     keys: tuple[TrustedKey, ...]
     rejected: tuple[Rejected, ...]
 
@@ -99,7 +107,7 @@ class Verified:
         keys: the trusted keys that signed it.
         identity: the identity that signed it, where one was asked for.
         rejected: signatures that count for nothing.
-        attestations: what replays of a random part found, signed beside the seal.
+        attestations: what replays, validations and audits said, signed beside the seal.
     """
 
     path: str
@@ -201,7 +209,7 @@ def verify(
             used; E009 nobody to trust; E804 no such seal; E807 the trust root cannot be had; E306
             not sealed; E011; as ``Catalog.read``.
 
-    Spec: 0.1 sections 15.4, 15.6 and 15.7.
+    Spec: 0.1 sections 15.4, 15.6, 15.7 and 15.8.
     """
     store = open_store(os.fspath(path))
     who = _identity(identity, issuer)
@@ -228,11 +236,11 @@ def verify(
     )
 
 
-def _attested(of: Attestation | None, by: Judgement) -> Attested:
-    if of is None:
-        return Attested(None, None, None, None, by.accepted, by.rejected)
-    facts = (of.verdict, of.reason, of.fraction, of.n_requests)
-    return Attested(*facts, by.accepted, by.rejected)
+def _attested(of: Document | None, by: Judgement) -> Attested:
+    document = {} if of is None else of.model_dump()
+    names = ("kind", "verdict", "looked_at", "reason", "fraction", "n_requests")
+    facts = {name: getattr(of, name, None) for name in names}
+    return Attested(**facts, predicate=document or None, keys=by.accepted, rejected=by.rejected)
 
 
 def trusted_of(keys: Sequence[str | os.PathLike[str]], store: Store, need: int) -> list[TrustedKey]:

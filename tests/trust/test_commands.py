@@ -47,11 +47,12 @@ def run(script: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_commands_of_the_guide_run_one_after_the_other(acts: Path) -> None:
     script = blocks((DOCS / "trust.md").read_text("utf-8"))
-    assert len(script) == 4
+    assert len(script) == 5
     said = run("\n".join(script), acts.parent)
     assert said.returncode == 0, said.stdout + said.stderr
     digest = actds.open(acts).digest
-    assert said.stdout.count(f"seal 1 sha256:{digest}") == 2
+    assert said.stdout.count(f"seal 1 sha256:{digest}") == 3
+    assert "valid (validation at level full" in said.stdout and "(audit, " in said.stdout
     assert "were checked, no table and no array was read" in said.stdout
     assert f"{digest} {actds.open(acts).n_rows}" in said.stdout
 

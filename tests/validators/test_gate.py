@@ -534,6 +534,7 @@ def test_the_yaml_of_the_guide_parses_and_its_commands_run_as_they_are(
     for name in ("acts", "runs/a", "runs/b", "hidden_states"):
         (tmp_path / name).symlink_to(tmp_path / "data" / "acts")
     (tmp_path / "policy.toml").write_text("losses.max_dropped = 1")
+    _pair(tmp_path, "key")
     for command in commands:
         words, _, _ = command.partition(" > ")
         done = CliRunner().invoke(cli, shlex.split(words)[1:], prog_name="actds")

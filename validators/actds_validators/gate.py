@@ -3,14 +3,16 @@
 ``require`` and ``actds validate`` name every reason against a dataset, also as JUnit XML, SARIF
 2.1.0 and annotations of GitHub Actions. ``check`` validates and audits. Imported datasets have no
 census to audit: there the rows themselves are read, and the answer is what can be said of rows
-when nobody recorded how they were made.
+when nobody recorded how they were made. ``Attester`` signs a verdict, whatever it is.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 import xml.etree.ElementTree as ET
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,10 +25,11 @@ from actds.dataset.info import HookValues, values_in_words
 from actds.dataset.reading import Catalog, unknown_columns
 from actds.errors import CODES, ActdsError, Finding, RefusedError
 from actds.executor import ExecutorName
+from actds.format import canonical
 from actds.format.arrays import DTYPES
 from actds.text import counted, printable
 from actds.version import __version__
-from actds_validators.audit.result import Limits
+from actds_validators.audit.result import Audit, Limits
 from actds_validators.policy import Policy, read_policy, refusals
 from actds_validators.validate.shards import hash_rows
 from actds_validators.validate.validation import LEVELS, Level, Progress, Validation, validate
@@ -34,6 +37,7 @@ from actds_validators.validate.validation import LEVELS, Level, Progress, Valida
 if TYPE_CHECKING:
     from actds.exchange.doctor import Lack
     from actds.explore.dataset import Dataset
+    from actds.publish.attestation import VerdictAttestation
     from actds_validators.audit.place import Level as AnswerLevel
     from actds_validators.audit.run import AuditResult
 
@@ -410,6 +414,112 @@ def check(
         return CheckResult(validation, None)
     audited = audit(path, accept=accept, follow_up=follow_up, progress=auditing)
     return CheckResult(validation, audited)
+
+
+class Attester:
+    """Signs verdicts on datasets; what cannot be signed or written is refused before the work.
+
+    Args:
+        paths: the datasets.
+        key: PEM file of an Ed25519 private key; None: nothing is attested.
+        policy: file of the policy that they are compared with, if any.
+
+    Raises:
+        ActdsError: E021 a key that cannot be used; E503 a dataset that cannot be written; E011.
+
+    Spec: 0.1 section 15.8.
+    """
+
+    def __init__(self, paths: Sequence[str], key: str | None, policy: str | None = None) -> None:
+        from actds.publish.attestation import attester
+
+        self._signers = {} if key is None else {path: attester(path, key) for path in paths}
+        data = Path(policy).read_bytes() if policy is not None and self._signers else b""
+        self._policy_sha256 = canonical.digest(data)
+
+    def put(self, path: str, result: Passage | CheckResult | AuditResult) -> str | None:
+        """Add a verdict to the attestations; return what was done in words, None without a key.
+
+        Raises:
+            ActdsError: as ``put_attestation``.
+        """
+        from actds.publish.attestation import put_attestation
+
+        if path not in self._signers:
+            return None
+        document = verdict_of(result, self._policy_sha256)
+        if document is None:
+            return f"not attested: no seal covers the whole of {path}"
+        file = put_attestation(path, document, self._signers[path])
+        return f"attested: {document.verdict}, in {os.path.join(path, file)}"
+
+
+def verdict_of(
+    result: Passage | CheckResult | AuditResult, policy_sha256: str
+) -> VerdictAttestation | None:
+    """Return what is attested of a verdict (15.8); None of a dataset that no seal covers."""
+    from actds.publish.attestation import VerdictAttestation
+
+    facts: dict[str, Any] = {"validation": None, "audit": None}
+    of: Validation | Audit
+    if isinstance(result, Passage):
+        of, facts["kind"] = result.validation, "validation"
+        facts |= {"verdict": _verdict(result), "reason": _counts(result)}
+        facts["validation"] = _validation_facts(result, policy_sha256)
+    elif isinstance(result, CheckResult):
+        of, facts["kind"] = result.validation, "check"
+        facts |= {"verdict": result.verdict or "not valid", "reason": result.answer}
+        facts["validation"] = _validation_facts(Passage(of), "")
+        facts["audit"] = None if result.audit is None else _audit_facts(result.audit.result)
+    else:
+        of, facts["kind"] = result.result, "audit"
+        facts |= {"verdict": of.answer.level, "reason": of.answer.words, "audit": _audit_facts(of)}
+    if of.seal is None:
+        return None
+    facts |= {"dataset": of.dataset, "seal": of.seal, "digest": of.digest}
+    facts |= {"software": f"actds {__version__}", "attested_ns": time.time_ns()}
+    return VerdictAttestation(format="actds.verdict", version="1", **facts)
+
+
+def _verdict(passage: Passage) -> str:
+    passed = "no error" if passage.validation.not_read else "valid"
+    return {0: passed, REFUSED: "refused"}.get(passage.exit_code, "not valid")
+
+
+def _counts(passage: Passage) -> str:
+    validation, n_refused = passage.validation, len(passage.refused)
+    parts = [counted(len(validation.errors), "error"), counted(len(validation.warnings), "warning")]
+    parts += [f"{counted(n_refused, 'rule')} of the policy not met"] if n_refused else []
+    return ", ".join([*parts, *filter(None, [validation.not_read])])
+
+
+def _validation_facts(passage: Passage, policy_sha256: str) -> dict[str, Any]:
+    validation = passage.validation
+    policy: dict[str, Any] | None = None
+    if passage.policy is not None:
+        rules = sorted({finding.place for finding in passage.refused})
+        policy = {"name": passage.policy.name, "sha256": policy_sha256}
+        policy |= {"refused": rules, "audit": passage.verdict}
+    findings = Counter((f.code, f.severity) for f in [*validation.findings, *passage.refused])
+    return {
+        "level": validation.level,
+        "strict": passage.strict,
+        "pinned": validation.pinned,
+        "policy": policy,
+        "findings": [{"code": c, "severity": s, "n": n} for (c, s), n in sorted(findings.items())],
+    }
+
+
+def _audit_facts(audit: Audit) -> dict[str, Any]:
+    default, classes, follow_up = Limits(), audit.options.classes, audit.follow_up
+    limits = audit.limits.model_dump().items()
+    given = {} if classes is None else {"classes": classes.sha256}
+    return {
+        "answer": audit.answer.model_dump(),
+        "places": [place.model_dump() for place in audit.places],
+        "limits": {name: value for name, value in limits if value != getattr(default, name)},
+        "given": given | ({} if follow_up is None else {"follow_up": follow_up.digest}),
+    }
 
 
 _SARIF = (

@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,8 @@ from actds_validators.cli.results import (
 if TYPE_CHECKING:
     from actds_validators.audit.passes import ExecutorName as AuditExecutorName
     from actds_validators.audit.result import Audit
-    from actds_validators.gate import CheckResult, ImportedRows, Passage
+    from actds_validators.audit.run import AuditResult
+    from actds_validators.gate import Attester, CheckResult, ImportedRows, Passage
     from actds_validators.pages.report import Entry
     from actds_validators.policy import Policy
     from actds_validators.validate.validation import Level, Progress, Validation
@@ -66,6 +67,21 @@ _follow_up_option = click.option(
     help="A replay of a random part of the requests (actds replay --fraction): its rows say how "
     "far means are off.",
 )
+_key_option = click.option(
+    "--key",
+    metavar="FILE",
+    help="PEM file of an Ed25519 private key: sign the verdict, whatever it is, as an attestation "
+    "beside the seal.",
+)
+
+
+def _attest(
+    attester: Attester, results: Iterable[tuple[str, Passage | CheckResult | AuditResult]]
+) -> None:
+    """Sign verdicts, after they are printed."""
+    for path, result in results:
+        if (words := attester.put(path, result)) is not None:
+            click.echo(printable(words), err=True)
 
 
 def _policy() -> type[Policy]:
@@ -87,6 +103,7 @@ def _policy() -> type[Policy]:
     "--policy", metavar="FILE", help="Refuse what this TOML file refuses; actds schema policy."
 )
 @_follow_up_option
+@_key_option
 @click.option(
     "--format",
     "form",
@@ -132,6 +149,7 @@ def validate(
     level: Level | None,
     policy: str | None,
     follow_up: str | None,
+    key: str | None,
     form: str,
     as_json: bool,
     strict: bool,
@@ -154,10 +172,11 @@ def validate(
       actds validate acts --level deep
       actds validate acts --policy policy.toml
       actds validate runs/a runs/b --format junit > validate.xml
+      actds validate acts --policy policy.toml --key key.pem
       actds validate acts --watch
       actds validate acts --seal sha256:4f0c...
     """
-    from actds_validators.gate import judge
+    from actds_validators.gate import Attester, judge
     from actds_validators.policy import read_policy
 
     keep_little()
@@ -166,6 +185,7 @@ def validate(
         raise click.UsageError("--watch follows one dataset")
     _need_one(follow_up, paths)
     rules = None if policy is None else read_policy(policy)
+    attester = Attester(paths, key, policy)
     passages = []
     for path in paths:
         seen = None
@@ -180,6 +200,7 @@ def validate(
                 )
             )  # fmt: skip
     _print(passages, form)
+    _attest(attester, zip(paths, passages, strict=True))
     sys.exit(next(code for code in _SEVEREST if any(p.exit_code == code for p in passages)))
 
 
@@ -386,6 +407,7 @@ def _result() -> type[Audit]:
 )
 @_accept_option
 @_follow_up_option
+@_key_option
 @click.option(
     "--sae",
     multiple=True,
@@ -420,6 +442,7 @@ def audit(
     classes: Path | None,
     accept: tuple[str, ...],
     follow_up: str | None,
+    key: str | None,
     sae: tuple[str, ...],
     model: str | None,
     fail_on: str,
@@ -447,9 +470,11 @@ def audit(
         {"--classes": [classes] if classes else [], "--sae": files_of(sae)},
     )
     from actds_validators.audit import place
+    from actds_validators.gate import Attester
     from actds_validators.pages.report import render, render_lines
     from actds_validators.sections import about as describe
 
+    attester = Attester([path], key)
     audited = run_audit(
         path,
         limits=limits,
@@ -475,6 +500,7 @@ def audit(
         click.echo("weights: not written, because of accounting mismatches")
     if sae and result.sample is None and outputs.on_terminal:
         click.echo("features: not counted, because no row was left out by a draw")
+    _attest(attester, [(path, audited)])
     worst = "WARN" if strict else fail_on.upper()
     failing = [] if worst == "NEVER" else place.LEVELS[place.LEVELS.index(worst) :]
     sys.exit(int(result.answer.level in failing))
@@ -490,6 +516,7 @@ _MAX_FEW_FINDINGS, _MAX_STEPS = 2, 3
 )
 @_accept_option
 @_follow_up_option
+@_key_option
 @click.option(
     "--imported",
     is_flag=True,
@@ -502,6 +529,7 @@ def check(
     html: Path | None,
     accept: tuple[str, ...],
     follow_up: str | None,
+    key: str | None,
     imported: bool,
     as_json: bool,
     strict: bool,
@@ -519,15 +547,18 @@ def check(
       actds check acts
       actds check acts --html audit.html
       actds check acts --json --strict
+      actds check acts --key key.pem
       actds check runs/* --html index.html
     """
+    from actds_validators.gate import Attester
     from actds_validators.gate import check as run
     from actds_validators.pages.report import page_beside, render, render_index
     from actds_validators.sections import about
 
     _need_one(follow_up, paths)
     Outputs(html, None)  # what cannot be written is refused before minutes of hashing
-    several = len(paths) > 1
+    attester, several = Attester(paths, key), len(paths) > 1
+    results: list[tuple[str, CheckResult]] = []
     codes: list[int] = []
     documents: list[dict[str, Any]] = []
     entries: list[Entry] = []
@@ -546,6 +577,7 @@ def check(
             command = shlex.join(["actds", "audit", path, "--html", str(report)])
             known = about(checked.audit.catalog, command)
             write_text(report, render(checked.audit.result, known))
+        results += [] if key is None else [(path, checked)]
         codes.append(checked.exit_code(strict=strict))
         entries.append(_entry(checked, report))
         if as_json:
@@ -560,6 +592,7 @@ def check(
     if as_json:
         whole = {"strict": strict, "ok": not any(codes), "exit_code": max(codes)}
         print_json(envelope("check", whole | {"datasets": documents} if several else documents[0]))
+    _attest(attester, results)
     sys.exit(max(codes))
 
 
