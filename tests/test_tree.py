@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 92_810,
-    "modules": 270,
-    "modules with one importer": 48,
+    "shipped lines": 93_300,
+    "modules": 271,
+    "modules with one importer": 49,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,

@@ -297,7 +297,7 @@ class StepPieces:
         left_out: dict[str, dict[int, str]],
         unlogged: frozenset[int],
         drawn: Drawn | None = None,
-        asked: Mapping[int, Ranges] | None = None,
+        chosen: Mapping[int, Ranges] | None = None,
     ) -> StepPieces:
         """Return the pieces with the final dispositions: filtered, dropped, aborted, captured.
 
@@ -312,7 +312,7 @@ class StepPieces:
             unlogged: dropped steps in no log; aborted, even where a later step is committed.
             drawn: which rows were drawn; what was not is no row whatever else happened to it, but
                 for a rule.
-            asked: by request, the positions that its client asked for; others are filtered.
+            chosen: by request, the positions that its client asked for; others are filtered.
         """
         settled = StepPieces()
         settled.reasons = list(self.reasons)
@@ -324,10 +324,10 @@ class StepPieces:
             settled._reason(reason): [step for step, why in dropped.items() if why == reason]
             for reason in sorted(set(dropped.values()))
         }
-        asked_for = settled._reason(ASKED) if asked else NONE
+        by_client = settled._reason(ASKED) if chosen else NONE
         for block in self.blocks():
             c = block if drawn is None else settled._split(block, drawn)
-            c, outside = _cut_at(c, asked or {})
+            c, outside = _cut_at(c, chosen or {})
             for reason, steps in drops.items():
                 lines = (c["disposition"] == CAPTURED) & np.isin(c["step"], steps)
                 c["disposition"] = np.where(lines, DROPPED, c["disposition"])
@@ -341,7 +341,7 @@ class StepPieces:
                 late = (c["step"] > acknowledged.get(phase, NONE)) | unseen
                 late &= c["disposition"] == CAPTURED
                 rule = rules[phase][c["request"]]
-                rule = np.where(outside & (rule == NONE), asked_for, rule)
+                rule = np.where(outside & (rule == NONE), by_client, rule)
                 filtered = rule != NONE
                 keep = stop > start
                 columns = {
@@ -474,15 +474,15 @@ def _concatenated(blocks: list[Columns]) -> Columns:
     return {name: np.concatenate([block[name] for block in [empty, *blocks]]) for name in _COLUMNS}
 
 
-def _cut_at(c: Columns, asked: Mapping[int, Ranges]) -> tuple[Columns, np.ndarray]:
+def _cut_at(c: Columns, chosen: Mapping[int, Ranges]) -> tuple[Columns, np.ndarray]:
     """Return the pieces cut where what clients asked for begins and ends, and which are outside."""
-    lines = np.flatnonzero(np.isin(c["request"], list(asked)))
+    lines = np.flatnonzero(np.isin(c["request"], list(chosen)))
     if not len(lines):
         return c, np.zeros(len(c["request"]), bool)
     source, starts, stops, outside = list[int](), list[int](), list[int](), list[bool]()
     for line in lines.tolist():
         start, stop = int(c["start"][line]), int(c["stop"][line])
-        ranges = asked[int(c["request"][line])]
+        ranges = chosen[int(c["request"][line])]
         edges = sorted({start, stop, *(e for r in ranges for e in r if start < e < stop)})
         for first, last in itertools.pairwise(edges):
             source.append(line)

@@ -43,7 +43,7 @@ class _Asked:
 class _Held:
     client: int
     output: Any
-    asked: _Asked
+    ended: _Asked
     until: float
 
 
@@ -99,12 +99,12 @@ class Answers:
             until = time.monotonic() + PATIENCE_S
             for client, of_client in outputs.items():
                 for output in [o for o in of_client.outputs if o.request_id in self._ended]:
-                    asked = self._ended.pop(output.request_id)
-                    if asked.step is None:
-                        self._tell(output, asked.handle)
+                    ended = self._ended.pop(output.request_id)
+                    if ended.step is None:
+                        self._tell(output, ended.handle)
                         continue
                     of_client.outputs.remove(output)
-                    self._held.append(_Held(client, output, asked, until))
+                    self._held.append(_Held(client, output, ended, until))
             self._ended.clear()  # those that were aborted get no output
         if self._held:
             self._release(outputs)
@@ -116,10 +116,10 @@ class Answers:
             with suppress(OSError):  # a writer that has failed has made none
                 self._page = ScorePage.attach(Path(self._link.profile_path).parent)
         step, now = -1 if self._page is None else self._page.step, time.monotonic()
-        ready = [a for a in self._held if (a.asked.step or 0) <= step or a.until < now]
+        ready = [a for a in self._held if (a.ended.step or 0) <= step or a.until < now]
         self._held = [answer for answer in self._held if answer not in ready]
         for answer in ready:
-            self._tell(answer.output, answer.asked.handle | self._of(answer.asked.request))
+            self._tell(answer.output, answer.ended.handle | self._of(answer.ended.request))
             outputs.setdefault(answer.client, EngineCoreOutputs()).outputs.append(answer.output)
         if self._held and not outputs:
             time.sleep(IDLE_S)  # an engine without other requests
