@@ -14,7 +14,7 @@ from actds.errors import ActdsError
 from actds.format.interventions import Applied
 from actds_writers.capture import edits
 from actds_writers.capture.edits import Edits, Row
-from actds_writers.engines.vllm.steering import refuse_unlisted
+from actds_writers.engines.vllm.requests import refuse_unlisted
 from actds_writers.interventions import Planned, names_in, plan_interventions
 from actds_writers.ipc.messages import HookSpec
 
