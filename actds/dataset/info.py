@@ -127,6 +127,7 @@ class Facts:
     raw_shards: int
     replaced_shards: int
     removable_nbytes: int
+    redacted_requests: int
     hooks: list[HookFacts]
     sources: list[SourceFacts]
     labels: list[LabelFacts]
@@ -168,6 +169,7 @@ def describe(catalog: Catalog) -> Facts:
         raw_shards=sum(manifest.compression == "raw" for manifest in catalog.shards),
         replaced_shards=len(catalog.replaced),
         removable_nbytes=sum(map(catalog.store.size, catalog.removable)),
+        redacted_requests=sum(len(catalog.redacted(run)) for run in catalog.run_ids),
         hooks=_hooks(catalog),
         sources=source_facts(catalog, records),
         labels=label_facts(records),
@@ -441,6 +443,9 @@ def _page_hooks(facts: Facts) -> Iterator[Line]:
     if facts.raw_shards:
         raw = f"{facts.raw_shards} of {facts.n_shards} shards are stored raw"
         yield Line(f"  {raw}; compress them with actds recompress")
+    if facts.redacted_requests:
+        n = counted(facts.redacted_requests, "request")
+        yield Line(f"  {n} redacted: their positions count as filtered")
     if facts.removable_nbytes:
         size, n = format_nbytes(facts.removable_nbytes), counted(facts.replaced_shards, "shard")
         yield Line(f"  {size} of {n} that are replaced; remove them with actds recompress")

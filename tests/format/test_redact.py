@@ -239,6 +239,8 @@ def test_what_was_made_from_it_is_listed(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     made = [line for line in result.output.splitlines() if line.startswith("made from")]
     wanted = [tmp_path / "made" / name for name in ("copy", "probe.safetensors")]
+    shown = CliRunner().invoke(cli, ["info", str(path)]).output
+    assert "1 request redacted: their positions count as filtered" in shown
     assert made == [f"made from this dataset: {name}" for name in wanted]
 
 
