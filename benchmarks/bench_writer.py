@@ -92,7 +92,8 @@ def columns(n_rows: int, first: int) -> dict[str, np.ndarray]:
         "chunk": row % 64 // 32,
         "flags": row * 0,
     }
-    return {name: found[name].astype(kind) for name, kind in TOKEN_COLUMNS.items()}
+    # Those of draws and interventions are left out, as by a harvest without.
+    return {n: found[n].astype(kind) for n, kind in TOKEN_COLUMNS.items() if n in found}
 
 
 def steps(work: Work, shard: int) -> Iterator[Slice]:
