@@ -27,7 +27,7 @@ from actds_testing.synthetic_engine import GENERATED, PROMPT_LEN, SyntheticEngin
 from actds_writers.ipc.messages import ClientFacts, HookSpec
 
 KINDS = (
-    (r"shards/[^/]+/manifest", "manifest of a shard"),
+    (r"shards/[^/]+/shard\.json", "manifest of a shard"),
     (r"shards/[^/]+/.*zarr\.json", "metadata of a shard's arrays"),
     (r"shards/[^/]+/", "arrays and tokens of a shard"),
     (r"ledger/", "record of the ledger"),

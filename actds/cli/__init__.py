@@ -379,15 +379,15 @@ def seal_command(path: str, imported: bool, as_json: bool) -> None:
       actds seal acts --json
     """
     from actds.dataset.account import TOTALS
-    from actds.dataset.reading import Catalog
     from actds.dataset.sources import missing_parts
     from actds.format import canonical
     from actds.format.schema import to_bytes
-    from actds.publish.sealing import seal
-    from actds.store import open_store
+    from actds.publish.sealing import sealed_catalog
 
-    document = seal(path, imported=imported)
-    if missing := missing_parts(Catalog.read(open_store(path))):
+    catalog = sealed_catalog(path, imported=imported)
+    document = catalog.seal
+    assert document is not None
+    if missing := missing_parts(catalog):
         words = f"{counted(len(missing), 'part')} of the prompts missing: {', '.join(missing[:32])}"
         click.echo(f"{words}{' ...' if len(missing) > 32 else ''}", err=True)
     if as_json:

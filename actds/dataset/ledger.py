@@ -149,10 +149,20 @@ class Chain:
         try:
             yield
         except ActdsError as error:
-            if error.code in ("E308", "E309", "E503"):
-                self.ended = error
-                self._stop_beating()
-            raise
+            if error.code not in ("E308", "E309", "E503"):
+                raise
+            self.ended = self._fenced() if error.code == "E309" else None
+            self.ended = self.ended or error
+            self._stop_beating()
+            raise self.ended from None
+
+    def _fenced(self) -> ActdsError | None:
+        """Return E308 when a name is taken because who took the run over has ended this chain."""
+        path = layout.record_path(self.chain, self._seq)
+        if not self.store.exists(path):
+            return None
+        got = _ended_by(self.store, path)
+        return ActdsError("E308", path, got=got, expected="no record yet")
 
 
 def _ended_by(store: Store, path: str) -> str:

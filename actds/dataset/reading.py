@@ -160,6 +160,13 @@ class Catalog:
         """Return whether the highest seal covers every chain that is there now."""
         return self.seal is not None and self.seal.heads.keys() == self.chains.keys()
 
+    def add_seal(self, seal: Seal, digest: str) -> None:
+        """Take the seal that was just put over what this catalogue holds."""
+        self.seals.append(seal)
+        self.seal_digests.append(digest)
+        self.files[seal.multiplicity.path] = seal.multiplicity
+        self.reached |= {layout.seal_path(seal.n), seal.multiplicity.path}
+
     def not_sealed(self, place: str = "seal") -> ActdsError:
         """Return E306 for a dataset without a seal over every chain, with how to seal it."""
         got = f"seal {self.seal.n} of an older ledger" if self.seal else "no seal"

@@ -108,13 +108,22 @@ def seal(store: Store | str | Path, *, imported: bool = False, apart: bool = Fal
 
     Spec: 0.1 section 8.4.
     """
+    sealed = sealed_catalog(store, imported=imported, apart=apart).seal
+    assert sealed is not None
+    return sealed
+
+
+def sealed_catalog(
+    store: Store | str | Path, *, imported: bool = False, apart: bool = False
+) -> Catalog:
+    """Seal a dataset as ``seal``; return the catalogue that the seal is of, read once."""
     store = open_store(store)
     store.check_create_only()
     catalog = Catalog.read(store, apart=apart)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:
         _put_beside(catalog)
-        return catalog.seal
+        return catalog
     if not heads:
         raise ActdsError("E305", "ledger", got="no chain", expected="at least one closed chain")
     check_provenance(catalog, Findings(strict=True), imported=imported)
@@ -143,9 +152,11 @@ def seal(store: Store | str | Path, *, imported: bool = False, apart: bool = Fal
         totals=totals,
         multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
     )
-    store.put_new(layout.seal_path(n), [schema.to_bytes(document)])
-    _put_beside(Catalog.read(store, apart=apart))
-    return document
+    data = schema.to_bytes(document)
+    store.put_new(layout.seal_path(n), [data])
+    catalog.add_seal(document, canonical.digest(data))
+    _put_beside(catalog)
+    return catalog
 
 
 def _put_beside(catalog: Catalog) -> None:

@@ -21,7 +21,7 @@ BUCKET = "harvest"
 SERVER = """
 import sys
 from moto.server import ThreadedMotoServer
-server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server = ThreadedMotoServer(ip_address=sys.argv[1], port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
@@ -32,10 +32,10 @@ Change = Callable[["Exchange"], None]
 
 
 @contextmanager
-def s3_server() -> Iterator[int]:
+def s3_server(host: str = "127.0.0.1") -> Iterator[int]:
     """Yield the port of a server that keeps everything in memory and has one bucket."""
     process = subprocess.Popen(
-        [sys.executable, "-c", SERVER],
+        [sys.executable, "-c", SERVER, host],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -44,10 +44,8 @@ def s3_server() -> Iterator[int]:
     try:
         assert process.stdout is not None
         port = int(process.stdout.readline())
-        _await(port)
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/{BUCKET}", data=b"", method="PUT"
-        )
+        _await(host, port)
+        request = urllib.request.Request(f"http://{host}:{port}/{BUCKET}", data=b"", method="PUT")
         with urllib.request.urlopen(request, timeout=START_TIMEOUT_S) as answer:
             assert answer.status == 200
         yield port
@@ -59,21 +57,21 @@ def s3_server() -> Iterator[int]:
                 pipe.close()
 
 
-def s3_environment(patch: pytest.MonkeyPatch, port: int) -> None:
+def s3_environment(patch: pytest.MonkeyPatch, port: int, host: str = "127.0.0.1") -> None:
     """Set the environment that a person would set for the server, and no other of its kind."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         patch.delenv(name)
     patch.setenv("AWS_ACCESS_KEY_ID", "test")
     patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
     patch.setenv("AWS_REGION", "us-east-1")
-    patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
+    patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
 
 
-def _await(port: int) -> None:
+def _await(host: str, port: int) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
-            socket.create_connection(("127.0.0.1", port)).close()
+            socket.create_connection((host, port)).close()
             return
         except OSError:
             assert time.monotonic() < deadline, "the S3 server does not come up"

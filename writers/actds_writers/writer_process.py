@@ -40,8 +40,8 @@ from actds_writers.shards.writer import Writer
 log = logging.getLogger("actds")
 POLL_S = 0.1
 PROGRESS_INTERVAL_S = 0.25
-SECURE_TIMEOUT_S = 60.0
-"""How long a commit waits for the census; longer than a busy disk takes, as it writes as well."""
+SECURE_TIMEOUT_S = 150.0
+"""How long a commit waits for the census; longer than a store is asked again (two minutes)."""
 ORPHAN_PATIENCE_S = 30.0
 """How long the process waits for the engine after the command itself is gone."""
 GONE_TIMEOUT_S = 10.0
