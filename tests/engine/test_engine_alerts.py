@@ -122,8 +122,8 @@ def wait_for_metrics(port: int, name: str, value: float) -> dict[Any, float]:
 
 
 PATIENT = """
-from actds_writers.engines.vllm import scores
-scores.PATIENCE_S = 300
+from actds_writers.engines.vllm import answers
+answers.PATIENCE_S = 300
 """
 
 
