@@ -33,7 +33,7 @@ PROMPTS = [{"id": f"q{n}", "prompt": "all work and no play makes a dull toy"[: 2
            for n in range(N_PROMPTS)]  # fmt: skip
 OPTIONS = ("--engine", "toy", "--hooks", "resid_post:0,2", "--max-tokens", "4",
            "--engine-arg", "max_num_seqs=2")  # fmt: skip
-SLOW = ("--engine-arg", "step_s=0.6")
+SLOW = ("--engine-arg", "step_s=1.5")
 
 
 @pytest.fixture(scope="module", autouse=True)
