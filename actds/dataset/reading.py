@@ -236,10 +236,9 @@ class Catalog:
         """
         return {n for change in self.replacements if change.run == run for n in change.requests}
 
-    @property
-    def redacted_paths(self) -> set[str]:
-        """Return what was committed and replaced, at last or on the way, by a redaction."""
-        by_old = {change.old: change for change in self.replacements}
+    def redacted_paths(self, run: str) -> set[str]:
+        """Return what a run committed and a redaction replaced, at last or on the way."""
+        by_old = {change.old: change for change in self.replacements if change.run == run}
         paths = set()
         for path in by_old:
             at: str | None = path
@@ -841,14 +840,17 @@ class _Reader:
 
     def check_sizes(self) -> None:
         catalog = self.catalog
+        later: dict[str, ActdsError] | None = None
         self.store.ask_sizes(catalog.files)
         for path, entry in sorted(catalog.files.items()):
             try:
                 nbytes = self.store.size(path)
             except ActdsError as error:
                 catalog.unsound.add(path)
-                later = None if self.pinned is None else _superseding(catalog, path)
-                catalog.findings.take("structure", error if later is None else later)
+                if self.pinned is not None and later is None:
+                    later = _superseding(catalog)
+                at = layout.committed_path(path)
+                catalog.findings.take("structure", (later or {}).get(at, error))
                 continue
             if nbytes != entry.nbytes:
                 catalog.unsound.add(path)
@@ -856,25 +858,22 @@ class _Reader:
                 catalog.findings.add("integrity", "E201", path, got, expected)
 
 
-def _superseding(catalog: Catalog, path: str) -> ActdsError | None:
-    """Return E805 for a file of a pinned seal that a later record replaced.
+def _superseding(catalog: Catalog) -> dict[str, ActdsError]:
+    """Return E805 for what later records than those of a pinned seal replaced, by its path.
 
     Spec: 0.1 section 15.5.
     """
-    store, place = catalog.store, path
-    if path.startswith("shards/"):
-        place = layout.manifest_path(path.split("/")[1])
+    store, later = catalog.store, dict[str, ActdsError]()
     for chain in set(chain_names(store)) - catalog.chains.keys():
         for record in read_broken_chain(store, catalog.genesis.dataset, chain).records:
             body = record.typed_body()
             if isinstance(body, ReplaceBody | RedactBody):
                 at = layout.record_path(chain, record.seq)
-                if Replacement("", at, body).old == place:
-                    word = "a redaction" if isinstance(body, RedactBody) else "a replacement"
-                    return ActdsError(
-                        "E805", at, got=f"{word} of {place}", expected="it, as sealed"
-                    )
-    return None
+                old = Replacement("", at, body).old
+                word = "a redaction" if isinstance(body, RedactBody) else "a replacement"
+                got, expected = f"{word} of {old}", "it, as sealed"
+                later[old] = ActdsError("E805", at, got=got, expected=expected)
+    return later
 
 
 def _foreign(state: ChainState, place: str, got: str, expected: str) -> None:

@@ -51,7 +51,7 @@ def left_over(catalog: Catalog, run: str) -> list[Finding]:
         return []
     requests = pa.array(sorted(numbers), pa.uint32())
     leftovers = [
-        (path, "a file", "none: requests of it were redacted") for path in files_left(catalog)
+        (path, "a file", "none: requests of it were redacted") for path in files_left(catalog, run)
     ]
     for shard in catalog.shards_of(run):
         path = layout.manifest_path(shard.name)
@@ -67,16 +67,11 @@ def left_over(catalog: Catalog, run: str) -> list[Finding]:
     return [Finding("E427", place, got, expected) for place, got, expected in leftovers]
 
 
-def files_left(catalog: Catalog) -> list[str]:
+def files_left(catalog: Catalog, run: str) -> list[str]:
     """Return the files that are there of what was redacted, and of what it had replaced."""
-    redacted = catalog.redacted_paths
-    return [path for path in catalog.removable if _committed(path) in redacted]
-
-
-def _committed(path: str) -> str:
-    if not path.startswith("shards/"):
-        return path
-    return layout.manifest_path(path.split("/")[1])
+    redacted = catalog.redacted_paths(run)
+    paths = (path for path in catalog.superseded if layout.committed_path(path) in redacted)
+    return [path for path in paths if catalog.store.exists(path)]
 
 
 def _says_something(name: TableName, lines: pa.Table) -> pa.ChunkedArray | pa.Array:

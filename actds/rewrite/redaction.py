@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -130,7 +130,8 @@ def redact(
         for run, chain in chains.items():
             chain.close("finished", {"requests": len(wanted[run])})
         catalog = Catalog.read(store)
-        left = [*files_left(catalog), *_never_committed(catalog, wanted)]
+        left = [path for run in wanted for path in files_left(catalog, run)]
+        left += _never_committed(catalog, wanted)
         for name in left:
             remove_file(store, name)
         is_imported = any(map(catalog.is_imported, catalog.runs_with_data))
@@ -250,8 +251,7 @@ class _Work:
         the requests go last, by which a call after a kill finds them.
         """
         requests = pa.array(wanted, pa.uint32())
-        done = _done_before(catalog)
-        self._steps(catalog, chain, run, wanted, done)
+        self._steps(catalog, chain, run, wanted)
         for number, shard in enumerate(catalog.shards_of(run)):
             self._shard(chain, shard, wanted, f"{chain.chain}-{number:06d}")
         names: tuple[PartTable, ...] = ("spans", *LINES, "requests")
@@ -259,30 +259,19 @@ class _Work:
             change = partial(_CHANGES.get(table, _without), requests=requests)
             self._parts(catalog, chain, run, table, wanted, change)
 
-    def _steps(
-        self,
-        catalog: Catalog,
-        chain: Chain,
-        run: str,
-        wanted: Sequence[int],
-        done: Mapping[str, set[int]],
-    ) -> None:
+    def _steps(self, catalog: Catalog, chain: Chain, run: str, wanted: Sequence[int]) -> None:
         """Count the captured rows of each step that go among the filtered ones."""
         rows = [tables.empty("tokens").select(["request", "step"])]
         for _, shards in catalog.row_sets(run)[:1]:
             rows += [shard.tokens(["request", "step"]) for shard in shards]
-        of_run = pa.concat_tables(rows)
+        of_run, done = pa.concat_tables(rows), _done_before(catalog)
         self.n_rows += pc.sum(is_of(of_run, pa.array(wanted, pa.uint32()))).as_py() or 0
 
         def change(table: pa.Table, path: str) -> pa.Table | None:
             new = pa.array(sorted({*wanted} - done.get(path, set())), pa.uint32())
-            step = of_run.filter(is_of(of_run, new))["step"].to_numpy()
-            return _moved(table, step)
+            return _moved(table, of_run.filter(is_of(of_run, new))["step"].to_numpy())
 
-        for part in catalog.parts.get((run, "steps"), []):
-            path = part.file.path
-            table = catalog.read_table("steps", path)
-            self._commit(catalog, chain, run, "steps", path, change(table, path), wanted)
+        self._parts(catalog, chain, run, "steps", wanted, change)
 
     def _parts(
         self,
@@ -291,11 +280,11 @@ class _Work:
         run: str,
         name: PartTable,
         wanted: Sequence[int],
-        change: partial[pa.Table | None],
+        change: Callable[[pa.Table, str], pa.Table | None],
     ) -> None:
         for part in catalog.parts.get((run, name), []):
             path = part.file.path
-            new = change(catalog.read_table(name, path))
+            new = change(catalog.read_table(name, path), path)
             self._commit(catalog, chain, run, name, path, new, wanted)
 
     def _commit(
@@ -373,12 +362,12 @@ def _with(table: pa.Table, name: str, values: pa.Array | pa.ChunkedArray) -> pa.
     return table.set_column(at, table.schema.field(at), values)
 
 
-def _without(table: pa.Table, *, requests: pa.Array) -> pa.Table | None:
+def _without(table: pa.Table, _: str, *, requests: pa.Array) -> pa.Table | None:
     keep = pc.invert(is_of(table, requests))
     return None if pc.all(keep).as_py() is not False else table.filter(keep)
 
 
-def _spans(table: pa.Table, *, requests: pa.Array) -> pa.Table | None:
+def _spans(table: pa.Table, _: str, *, requests: pa.Array) -> pa.Table | None:
     """Return the spans with those that had a row, or referred to one, as filtered ones."""
     moved = pc.is_in(table["disposition"], pa.array(["captured", "cache_ref"]))
     moved = pc.and_(is_of(table, requests), moved)
@@ -390,7 +379,7 @@ def _spans(table: pa.Table, *, requests: pa.Array) -> pa.Table | None:
     return _with(table, "ref_request", pc.if_else(moved, nothing, table["ref_request"]))
 
 
-def _requests(table: pa.Table, *, requests: pa.Array) -> pa.Table | None:
+def _requests(table: pa.Table, _: str, *, requests: pa.Array) -> pa.Table | None:
     """Return the requests without what they were; how long they were, and when, stays."""
     redacted = is_of(table, requests)
     ids = pa.array([redacted_id(n) for n in table["request"].to_pylist()], pa.string())

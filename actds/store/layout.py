@@ -67,6 +67,11 @@ def shard_of(path: str) -> str | None:
     return shard if (top, name) == ("shards", "shard.json") and "/" not in shard else None
 
 
+def committed_path(path: str) -> str:
+    """Return the path by which a record commits a file: of a shard's file that of its manifest."""
+    return manifest_path(path.split("/")[1]) if path.startswith("shards/") else path
+
+
 def array_dir(hook: str) -> str:
     """Return the folder of a hook's array, relative to the shard folder."""
     return f"acts.zarr/{hook}"

@@ -160,6 +160,8 @@ def test_any_request_of_any_vector_can_go(tmp_path: Path, name: str) -> None:
         shutil.copytree(VECTORS / "valid" / name, path)
         redact(path, [f"r-vector/{number}"])  # of the vector redacted, one that has been already
         clean(path)
+        assert number in Catalog.read(LocalStore(path)).redacted("r-vector")
+        assert all(key[1] != number for key in rows_of(path))
 
 
 def test_one_after_the_other_and_none_twice(tmp_path: Path) -> None:

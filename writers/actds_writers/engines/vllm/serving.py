@@ -384,8 +384,8 @@ def start(config: Any, document: Any) -> LiveRun:
         replica = config.parallel_config.data_parallel_index if settings.metrics_port else 0
         metrics = (settings.metrics_host, settings.metrics_port + replica)
     rules = settings.rules()
-    run_of = LiveRun(begin, writer, rules, metrics, switch=settings.switch, rotation=rotation)
-    config.additional_config = {**config.additional_config, "actds": graph_key(run_of.link)}
+    live = LiveRun(begin, writer, rules, metrics, switch=settings.switch, rotation=rotation)
+    config.additional_config = {**config.additional_config, "actds": graph_key(live.link)}
     log.info(
         "actds: capturing %s into %s as run %s; sampling %s; when the ring is full: %s",
         ", ".join(hook.name for hook in hooks),
@@ -394,7 +394,7 @@ def start(config: Any, document: Any) -> LiveRun:
         rules.describe(),
         settings.overflow,
     )
-    return run_of
+    return live
 
 
 def _replica(config: Any) -> tuple[int, int]:
