@@ -20,7 +20,16 @@ LINES: tuple[PartTable, ...] = (
     *("readouts", "alerts", "attention", "canary"),
 )
 """Tables whose lines of a request go; others keep them, without what the request said."""
-FORGOTTEN = ("internal_id", "token_digest", "sampling", "block_digests", "labels", "reason")
+FORGOTTEN = (
+    "internal_id",
+    "token_digest",
+    "sampling",
+    "block_digests",
+    "labels",
+    "conversation",
+    "turn",
+    "reason",
+)
 """Columns of ``requests`` that are null, where there was one."""
 _MOVED = ("captured", "cache_ref")
 

@@ -140,6 +140,8 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("adapter", _S, "name of the LoRA adapter, null without one", null=True),
         _column("adapter_sha256", _S, "SHA-256 over its 'name sha256' lines", null=True),
         _column("labels", _S, "canonical JSON of the user's labels by name", null=True),
+        _column("conversation", _S, "digest that requests of one conversation share", null=True),
+        _column("turn", _U32, "its last user turn, from 0", null=True),
     ],
     "steps": [
         _column("step", _U64, "number of the step in the run"),

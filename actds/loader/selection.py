@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from actds.dataset.multiplicity import Servings, served_again, served_counts
 from actds.errors import ActdsError, not_installed
@@ -285,7 +286,8 @@ def held_out_requests(dataset: Dataset, run: str, share: float) -> tuple[Ints, M
     """Return the requests of a run, sorted, and which of them a split holds out ``(n,)``.
 
     Args:
-        share: share of the requests that are held out, as their token digests fall.
+        share: share of the requests that are held out, as the digests of their conversations
+            fall, or else of their tokens.
 
     Raises:
         ActdsError: E014 a run without a census whose rows do not say which request they are of.
@@ -294,7 +296,9 @@ def held_out_requests(dataset: Dataset, run: str, share: float) -> tuple[Ints, M
     """
     lines = dataset.catalog.table("requests", run)
     number = lines["request"].to_numpy().astype(np.int64)
-    digests: list[str | None] = lines["token_digest"].to_pylist()
+    # Later turns repeat the earlier ones.
+    names = pc.coalesce(lines["conversation"], lines["token_digest"])
+    digests: list[str | None] = names.to_pylist()
     if not len(number):  # no census: read all the same, by somebody who said so
         number = _requests_of_rows(dataset, run)
         digests = [None] * len(number)

@@ -19,9 +19,18 @@ pytest.importorskip("vllm")
 
 from actds_testing.chat_templates import CHATS
 from actds_testing.tiny import byte_tokenizer, make_tiny_model
-from actds_writers.engines.vllm.requests import KEY, ChatLabeller, ChatRoles, take_roles
+from actds_writers.engines.vllm.requests import (
+    CONVERSATION,
+    KEY,
+    TURN,
+    ChatLabeller,
+    ChatRoles,
+    take_roles,
+    take_turn,
+)
 from actds_writers.engines.vllm.scheduler import VllmSchedulerSide
 from actds_writers.ipc.messages import count_packed, packed
+from actds_writers.prompts.conversation import turn_of
 from actds_writers.prompts.encoding import encode
 from actds_writers.prompts.records import Prompt
 from actds_writers.prompts.roles import ThinkingMarks
@@ -187,10 +196,11 @@ def test_the_request_is_that_of_a_server_without_actds(live: FrontEnd, plain: Fr
         ours, theirs = live.prompt(HELLO, **body), plain.prompt(HELLO, **body)
         for prompt in (ours, theirs):
             prompt.pop("arrival_time", None)
-        assert set(ours) - set(theirs) == {KEY}
-        assert {name: value for name, value in ours.items() if name != KEY} == theirs
+        assert set(ours) - set(theirs) == {KEY, TURN}
+        assert {name: ours[name] for name in ours if name not in (KEY, TURN)} == theirs
         got, wanted = live.request(ours, extra), plain.request(theirs, extra)
         assert take_roles(got.sampling_params, len(got.prompt_token_ids)) is not None
+        assert take_turn(got.sampling_params) == turn_of(HELLO)
         assert got.sampling_params == wanted.sampling_params
         assert got.sampling_params.extra_args == extra
         assert got.cache_salt == wanted.cache_salt
@@ -209,6 +219,36 @@ def test_a_client_cannot_tell_the_roles(live: FrontEnd) -> None:
         params = SimpleNamespace(extra_args={KEY: value})
         assert take_roles(params, 9) is None
         assert params.extra_args is None
+
+
+def test_turns_are_those_of_a_harvest_and_a_client_may_name_the_conversation(
+    live: FrontEnd,
+) -> None:
+    parts = [{"type": "text", "text": "be"}, {"type": "text", "text": "kind"}]
+    answer, more = {"role": "assistant", "content": "a"}, {"role": "user", "content": "m"}
+    opening = [{"role": "system", "content": parts}, {"role": "user", "content": "hi"}]
+    turns = [
+        take_turn(live.request(live.prompt(chat), given).sampling_params)
+        for chat, given in (
+            (opening, None),
+            ([*opening, answer, more], None),
+            ([*opening, more, {"role": "tool", "content": "t", "tool_call_id": "1"}], None),
+            ([*opening, answer, more, more, answer, more], {CONVERSATION: "c-1"}),
+            ([*opening, more], {TURN: ["f" * 32, 7]}),
+        )
+    ]
+    one, named = turns[0].conversation, turn_of((), "c-1").conversation
+    other = turns[2].conversation
+    assert turns == [(one, 0), (one, 1), (other, 0), (named, 2), (other, 0)]
+    assert len({one, named, other}) == 3
+    joined = [{"role": "system", "content": "be\nkind"}, *opening[1:]]
+    assert turn_of(joined) == (one, 0)
+    assert turn_of([{"role": "system", "content": "s"}]) == turn_of(()) == (None, None)
+    # Where nothing says what a client means, nothing is known.
+    for value in ("x", 7, {}, ["f", "g"], [1, 1]):
+        params = SimpleNamespace(extra_args={TURN: value, "a": 1})
+        assert take_turn(params) == (None, None)
+        assert params.extra_args == {"a": 1}
 
 
 def test_a_chat_that_cannot_be_labelled_is_served_and_said_once(

@@ -25,7 +25,15 @@ CARD = ("README.md", "croissant.json")
 SIGNATURES = re.compile(r"SHA256SUMS|seal/[0-9]{4,}\.(dsse\.json|sigstore\.json|intoto\.jsonl)")
 """What section 15 adds: not data."""
 LINES = ("roles", "origins", "sampled", "readouts", "alerts", "attention", "canary")
-FORGOTTEN = ("internal_id", "token_digest", "sampling", "block_digests", "labels")
+FORGOTTEN = (
+    "internal_id",
+    "token_digest",
+    "sampling",
+    "block_digests",
+    "labels",
+    "conversation",
+    "turn",
+)
 MOVED = ("captured", "cache_ref")
 DISPOSITIONS = ("captured", "cache_ref", "dropped", "aborted", "filtered", "undelivered", "thinned")
 

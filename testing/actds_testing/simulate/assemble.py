@@ -162,6 +162,8 @@ def request_table(
             "adapter": [None] * n,
             "adapter_sha256": [None] * n,
             "labels": [None] * n,
+            "conversation": [None] * n,
+            "turn": [None] * n,
         },
     )
 

@@ -651,6 +651,7 @@ def _request_row(
     if finished is not None and not finished.cached_as_reported:
         engine_cached = None
     fed = max(high - arrived.prompt_len, 0)
+    conversation, turn = prompt.turn if prompt else arrived.turn
     return {
         "request": arrived.request,
         "external_id": prompt.external_id if prompt else arrived.external_id,
@@ -673,6 +674,8 @@ def _request_row(
         "adapter": arrived.adapter[0] if arrived.adapter else None,
         "adapter_sha256": arrived.adapter[1] if arrived.adapter else None,
         "labels": prompt.labels if prompt else None,
+        "conversation": conversation,
+        "turn": turn,
     }
 
 
@@ -695,6 +698,7 @@ def _unserved_row(number: int, prompt: PromptFact, unbegun: str) -> dict[str, ob
         "source_row": prompt.source_row,
         "prompt_len": prompt.prompt_len,
         "labels": prompt.labels,
+        **dict(zip(("conversation", "turn"), prompt.turn, strict=True)),
         "finish_reason": "unbegun" if prompt.skip is None else "skipped",
         "reason": unbegun if prompt.skip is None else prompt.skip,
         **dict.fromkeys(zeros, 0),

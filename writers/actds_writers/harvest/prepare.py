@@ -99,6 +99,7 @@ def _fact_of(index: int, sequence: TokenSequence, source: Catalog, encoded: Enco
         ),
         len(sequence.token_id),
         sequence.line["labels"] and sys.intern(sequence.line["labels"]),
+        (sequence.line["conversation"], sequence.line["turn"]),
     )
 
 
@@ -397,6 +398,7 @@ def _prompt_fact(encoded: Encoded) -> PromptFact:
         encoded.roles,
         prompt_len=len(encoded.token_ids),
         labels=prompt.labels,
+        turn=prompt.turn,
     )
 
 

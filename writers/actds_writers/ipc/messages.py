@@ -317,6 +317,7 @@ class RequestArrived:
     Args:
         adapter: name and digest of its LoRA adapter.
         roles: of its prompt, as ``packed`` writes them, if the engine was told.
+        turn: which conversation it is of, and its turn there.
     """
 
     request: int
@@ -329,6 +330,7 @@ class RequestArrived:
     left_out: LeftOut = EVERYTHING
     adapter: tuple[str, str | None] | None = None
     roles: str = ""
+    turn: tuple[str | None, int | None] = (None, None)
 
 
 @dataclass(frozen=True)
@@ -492,6 +494,7 @@ class PromptFact:
         origin: of a replay, the request that it replays.
         prompt_len: tokens of the prompt, 0 for one that could not be encoded.
         labels: what the user says of it, as in the table ``requests``.
+        turn: which conversation it is of, and its turn there.
     """
 
     key: str
@@ -503,6 +506,7 @@ class PromptFact:
     origin: Replayed | None = None
     prompt_len: int = 0
     labels: str | None = None
+    turn: tuple[str | None, int | None] = (None, None)
 
 
 @dataclass(frozen=True)

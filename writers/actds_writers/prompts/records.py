@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from actds.errors import ActdsError
 from actds.format.canonical import MAX_INTEGER
 from actds.format.labels import MAX_LENGTH, Label, dump_labels
+from actds_writers.prompts.conversation import UNKNOWN, Turn, turn_of
 
 OnBroken = Literal["error", "skip"]
 Message = dict[str, Any]
@@ -32,6 +33,8 @@ CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_templat
 """Fields beside ``messages`` that say how they are rendered, as in requests to a server."""
 TEXT_PARTS = ("text", "input_text", "output_text")
 MAX_TOKEN_ID = 2**31 - 1
+CONVERSATION = "conversation_id"
+"""Field that names the conversation; without it the opening of the messages does."""
 LABEL = "label"
 """The field that is a label where nobody names others."""
 
@@ -45,6 +48,7 @@ class Prompt:
         row: record of the source, from 0; blank lines are not counted.
         external_id: the record's ``id``, else ``row-<row>``; need not be unique.
         labels: what the user says of it, as in the table ``requests``; None for nothing.
+        turn: which conversation it is of, and its turn there.
         broken: why the record is no prompt, None where it is.
     """
 
@@ -58,6 +62,7 @@ class Prompt:
     labels: str | None = None
     token_ids: list[int] | None = None
     options: dict[str, Any] | None = None
+    turn: Turn = UNKNOWN
     broken: str | None = None
 
 
@@ -117,9 +122,10 @@ def read_prompts(
         try:
             if isinstance(value, Broken):
                 raise value
-            external_id = _external_id(value, external_id)
+            external_id = _name(value, "id") or external_id
             labels = _labels(value, wanted, is_asked=label_columns is not None)
             content = _content(value)
+            content["turn"] = turn_of(content["messages"] or (), _name(value, CONVERSATION))
         except Broken as broken:
             error = ActdsError("E002", place, got=broken.got, expected=broken.expected)
             if on_broken == "error":
@@ -286,16 +292,16 @@ def _filled(value: Any) -> Any:
     return [_filled(part) for part in value] if isinstance(value, list) else value
 
 
-def _external_id(record: Any, default: str) -> str:
-    value = record.get("id") if isinstance(record, dict) else None
+def _name(record: Any, field: str) -> str | None:
+    value = record.get(field) if isinstance(record, dict) else None
     if value is None:
-        return default
+        return None
     if isinstance(value, bool) or not isinstance(value, str | int):
-        raise Broken(f"`id` is a {_kind(value)}", "a string or an integer")
+        raise Broken(f"`{field}` is a {_kind(value)}", "a string or an integer")
     text = str(value)
     if not text or len(text) > 256:
-        raise Broken(f"`id` of {len(text)} characters", "1 to 256 characters")
-    _require_unicode(text, "`id`")
+        raise Broken(f"`{field}` of {len(text)} characters", "1 to 256 characters")
+    _require_unicode(text, f"`{field}`")
     return text
 
 
@@ -315,7 +321,7 @@ def _kind(value: Any) -> str:
 Records = Iterator[tuple[str, Any]]
 """Place and value of each raw record."""
 Reader = Callable[["_HashedLines", str, "Source"], Records]
-COLUMNS = ("id", *FIELDS, "tools", MASK, *CHAT_OPTIONS)
+COLUMNS = ("id", CONVERSATION, *FIELDS, "tools", MASK, *CHAT_OPTIONS)
 BATCH_ROWS = 1024
 BLOCK_NBYTES = 1 << 20
 

@@ -470,7 +470,7 @@ def _follow_weights(scheduler: Any, live: LiveRun) -> None:
     def take_over(side: Any) -> None:
         for request in scheduler.requests.values():
             if not request.is_finished():
-                side.arrived(request, old.chat_of(request))
+                side.arrived(request, old.known(request))
 
     more = {"written": written, "weights": change.digest}
     _change_run(scheduler, live, following, take_over, more)

@@ -31,6 +31,7 @@ from actds.format.interventions import Applied
 from actds_writers.engines import wrap
 from actds_writers.interventions import XARG, names_in
 from actds_writers.ipc.messages import count_packed, packed
+from actds_writers.prompts.conversation import UNKNOWN, Turn, turn_of
 from actds_writers.prompts.encoding import NO_OFFSETS, Rendered, chat_roles
 from actds_writers.prompts.roles import ThinkingMarks, Unlabelled, sampled_labels
 from actds_writers.provenance import in_words
@@ -238,7 +239,9 @@ def _default(kind: Any) -> Any:
     return kind()
 
 
-KEY = "actds.roles"
+KEY, TURN = "actds.roles", "actds.turn"
+CONVERSATION = "actds_conversation"
+"""What names the conversation of a request, in its ``vllm_xargs``."""
 TIMEOUT_S = 1.0
 """Longest that a chat waits for its labels, those of others before it included."""
 log = logging.getLogger("vllm.actds")
@@ -274,6 +277,23 @@ def take_roles(params: Any, prompt_len: int) -> ChatRoles | None:
     # A client may have put anything there, where the front end is of another version.
     except (KeyError, TypeError, ValueError):
         return None
+
+
+def take_turn(params: Any) -> Turn:
+    """Return the turn that came with a request, and remove it from its ``SamplingParams``.
+
+    So too the name that a client gives its conversation, of which a digest is kept.
+    """
+    extra = getattr(params, "extra_args", None) or {}
+    if TURN not in extra and CONVERSATION not in extra:
+        return UNKNOWN
+    rest = {name: value for name, value in extra.items() if name not in (TURN, CONVERSATION)}
+    params.extra_args = rest or None
+    named = turn_of((), extra.get(CONVERSATION)).conversation
+    match extra.get(TURN):
+        case [str(opening), int(number)]:
+            return Turn(named or opening, number)
+    return Turn(named)
 
 
 REGIME = "actds.regime"
@@ -396,6 +416,7 @@ def label_chats(processor: Any) -> None:
             offsets = prompt.get("prompt_token_offsets")
             if not given.return_token_offsets:
                 prompt.pop("prompt_token_offsets", None)
+            prompt[TURN] = turn_of(chat)
             # What a cut prompt begins with may be within a thought.
             if given.truncate_prompt_tokens is None:
                 await labeller.label(chat, prompt, offsets, chat_params)
@@ -407,8 +428,12 @@ def label_chats(processor: Any) -> None:
         params = getattr(request, "sampling_params", None)
         if params is not None:
             take_roles(params, 0)  # a client's own word
-            if isinstance(prompt, dict) and KEY in prompt:
-                params.extra_args = {**(params.extra_args or {}), KEY: prompt[KEY]}
+            extra = {
+                name: value for name, value in (params.extra_args or {}).items() if name != TURN
+            }
+            if isinstance(prompt, dict):
+                extra |= {name: prompt[name] for name in (KEY, TURN) if name in prompt}
+            params.extra_args = extra or None
         return request
 
 

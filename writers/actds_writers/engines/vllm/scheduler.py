@@ -41,8 +41,10 @@ from actds_writers.engines.vllm.requests import (
     recorded,
     take_regime,
     take_roles,
+    take_turn,
 )
 from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
+from actds_writers.prompts.conversation import UNKNOWN, Turn
 from actds_writers.sampling import (
     EVERYTHING,
     MIXED_WEIGHTS,
@@ -74,6 +76,7 @@ class _Tracked:
     """At arrival: the prompt of a session grows."""
     left_out: LeftOut
     regime: Regime
+    turn: Turn = UNKNOWN
     chat: ChatRoles | None = None
     stops: StopStrings | None = None
     high_water: int = 0
@@ -257,16 +260,14 @@ class VllmSchedulerSide(SchedulerSide):
                 tracked.loading = (tracked.loading[0], tracked.loading[0] + n_external)
             return allocated(request, blocks, n_external, *args, **kwargs)
 
-    def chat_of(self, request: Any) -> ChatRoles | None:
-        tracked = self._tracked.get(request.request_id)
-        return tracked.chat if tracked is not None else None
+    def known(self, request: Any) -> _Tracked | None:
+        return self._tracked.get(request.request_id)
 
     def take_over(self, before: VllmSchedulerSide, requests: Iterable[Any]) -> None:
         """Report the requests that go on from the run before, which had the same weights."""
         for request in requests:
-            known = before._tracked.get(request.request_id)
-            is_mixed = known is not None and known.mixed
-            self.arrived(request, before.chat_of(request), mixed=is_mixed)
+            known = before.known(request)
+            self.arrived(request, known, mixed=known is not None and known.mixed)
             # The engine has told the run before what it served from its cache.
             self._tracked[request.request_id].continues = request.num_computed_tokens > 0
 
@@ -277,21 +278,22 @@ class VllmSchedulerSide(SchedulerSide):
                 self.report(RequestFinished(tracked.number, time.time_ns(), "unbegun", 0, ""))
 
     def arrived(
-        self, request: Any, chat: ChatRoles | None = None, *, mixed: bool | None = None
+        self, request: Any, known: _Tracked | None = None, *, mixed: bool | None = None
     ) -> None:
         """Number and report a request that the scheduler took.
 
         One that cannot be described is left out, so that nobody else's capture ends with it. The
-        run before may have taken the roles of its chat.
+        run before, to which it may be ``known``, has taken the roles of its chat, and its turn.
         """
         if request.request_id in self._tracked:
             return  # the next input of a session
         prompt_len = request.num_prompt_tokens
         external_id = _RANDOM_SUFFIX.sub("", request.request_id)
-        stops, regime = None, None
+        stops, regime, chat, turn = None, None, None, UNKNOWN
         try:
             regime = take_regime(request.sampling_params) if self._keep is None else None
-            chat = chat or take_roles(request.sampling_params, prompt_len)
+            chat = take_roles(request.sampling_params, prompt_len)
+            turn = take_turn(request.sampling_params)
             about = self._described(request, external_id)
             if getattr(request.sampling_params, "stop", None):
                 stops = StopStrings(self._tokenizer(), request)
@@ -304,6 +306,10 @@ class VllmSchedulerSide(SchedulerSide):
             mixed = self._written is not None and request.num_computed_tokens > 0
         if mixed:
             about["left_out"] = _mixed(about["left_out"])
+        if known is not None:
+            chat, turn = known.chat, known.turn
+        if about["left_out"].stored(prompt_len + 1, prompt_len):
+            about["turn"] = turn
         roles = regime.roles if regime else chat.prompt if chat else ""
         number = self.number_request(
             external_id, prompt_len, internal_id=request.request_id, roles=roles, **about
@@ -314,7 +320,7 @@ class VllmSchedulerSide(SchedulerSide):
             about_this = about_request(encodable(external_id), None, in_json(about["sampling"]))
             regime = Regime.of(self._keep or (), roles, about_this)
         self._tracked[request.request_id] = _Tracked(
-            number, prompt_len, about["left_out"], regime, chat, stops, mixed=mixed
+            number, prompt_len, about["left_out"], regime, turn, chat, stops, mixed=mixed
         )
 
     def _described(self, request: Any, external_id: str) -> dict[str, Any]:
