@@ -31,6 +31,7 @@ _MODULES = {
     "Loader": "actds.loader.loader",
     "mixing_report": "actds.loader.order",
     "open": "actds.explore.dataset",
+    "pool": "actds.loader.pools",
     "pull": "actds.publish.transfer",
     "push": "actds.publish.transfer",
     "recompress": "actds.rewrite.recompression",

@@ -9,6 +9,7 @@ from actds.explore.dataset import open as open
 from actds.loader.hf import load_dataset as load_dataset
 from actds.loader.loader import Loader as Loader
 from actds.loader.order import mixing_report as mixing_report
+from actds.loader.pools import pool as pool
 from actds.publish.card import card as card
 from actds.publish.sealing import seal as seal
 from actds.publish.signing import sign as sign

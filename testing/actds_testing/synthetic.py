@@ -72,7 +72,7 @@ def make_dataset(
     sealed: bool = True,
     readouts: Readouts | None = None,
     sinks: bool = False,
-    roles: bool | str = False,
+    roles: bool | str | pa.Table = False,
     origins: bool | pa.Table = False,
     entropy: bool = False,
     facts: Mapping[str, bool | int | str | None] | None = None,
@@ -100,7 +100,7 @@ def make_dataset(
         readouts: which readouts every computed row leaves.
         sinks: flag first positions as special and BOS, and give them 256 times the norm.
         roles: call the prompts chats: template, user, template, and what is sampled assistant, or
-            another role that is given.
+            another role that is given; or the table.
         origins: call the requests replays of one run of a made-up dataset, the last of them aside;
             or the table.
         entropy: record what the logits, of 16 tokens, said of each sampled one.
@@ -138,8 +138,9 @@ def make_dataset(
     for n in range(span_parts):
         commit_part(store, census, "spans", run, n, told.spans.slice(n * step, step))
     if roles:
-        sampled_role = roles if isinstance(roles, str) else "assistant"
-        commit_part(store, census, "roles", run, 0, _role_table(told, sampled_role))
+        if not isinstance(roles, pa.Table):
+            roles = _role_table(told, roles if isinstance(roles, str) else "assistant")
+        commit_part(store, census, "roles", run, 0, roles)
     if origins is not False:
         lines = _origin_table(told) if origins is True else origins
         commit_part(store, census, "origins", run, 0, lines)
