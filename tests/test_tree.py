@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 93_330,
-    "modules": 271,
-    "modules with one importer": 49,
+    "shipped lines": 93_660,
+    "modules": 273,
+    "modules with one importer": 50,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 11,

@@ -35,7 +35,7 @@ ROWS_AT_A_TIME = 1 << 14
 
 
 @dataclass(frozen=True)
-class Pooled:
+class PooledRows:
     """Means of the rows of a hook, by group; ``n`` groups.
 
     Args:
@@ -63,7 +63,7 @@ def pool(
     split: Side | None = None,
     held_out: float = 0.0,
     **how: Unpack[OpenOptions],
-) -> Pooled:
+) -> PooledRows:
     """Return the mean of a hook's rows over each turn of chats, by role, or over each request.
 
     Rows that were drawn with different probabilities count ``1 / inclusion`` each (Hajek).
@@ -99,7 +99,7 @@ def pool(
     table = pa.concat_tables([part.table for part in parts])
     if not len(table):
         raise bad("by", f"{by}, of which no row is", "request, or chats whose roles are known")
-    return Pooled(np.concatenate([part.acts for part in parts]), table)
+    return PooledRows(np.concatenate([part.acts for part in parts]), table)
 
 
 def _requests(dataset: Dataset, run: str) -> pa.Table:
@@ -132,7 +132,7 @@ def _turns(dataset: Dataset, run: str, *, history: bool) -> pa.Table:
     return roles.filter(pa.array(turn == last))
 
 
-def _of_run(selection: Selection, run: str, ranges: pa.Table) -> Pooled:
+def _of_run(selection: Selection, run: str, ranges: pa.Table) -> PooledRows:
     catalog, hook = selection.dataset.catalog, selection.hooks[0]
     role = pc.fill_null(pc.index_in(ranges["role"], pa.array(ROLES)), -1).to_numpy()
     turn = pc.fill_null(ranges["turn"].cast(pa.int64()), -1).to_numpy()
@@ -159,15 +159,15 @@ def _of_run(selection: Selection, run: str, ranges: pa.Table) -> Pooled:
         }
     )
     has = sums.n > 0
-    return Pooled(sums.total[has] / sums.weight[has, None], table.filter(pa.array(has)))
+    return PooledRows(sums.total[has] / sums.weight[has, None], table.filter(pa.array(has)))
 
 
 def _rows_of(rows: RowRanges, start: Keys, stop: Keys, group: Ints) -> _Wanted:
     """Return where the rows of ranges of positions are."""
-    which, first, after = Intervals(rows.start, rows.start + rows.length).cut(start, stop)
+    at_range, first, after = Intervals(rows.start, rows.start + rows.length).cut(start, stop)
     at = np.searchsorted(rows.start, first, side="right") - 1
     row = rows.row[at] + (first - rows.start[at])
-    return row, row + (after - first), group[which]
+    return row, row + (after - first), group[at_range]
 
 
 class _Sums:
