@@ -335,6 +335,45 @@ def test_a_dataset_ends_when_it_is_due_and_the_next_one_is_ready_beside_it(
         assert one.link.settings.out.startswith(f"{out}/")
 
 
+@pytest.mark.parametrize("when", ["at once", "at its start"])
+def test_a_next_dataset_that_cannot_begin_is_tried_again(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.actds")
+    monkeypatch.setattr(serving, "RETRY_S", 0.1)
+    out = str(tmp_path / "datasets")
+    run = serving.start(config(), document(out, rotate_gib=1e-6, commit_seconds=0.01))
+    begin, tries = run._begin, []  # noqa: SLF001
+
+    def failing(settings: Any) -> Any:
+        tries.append(settings.run)
+        if len(tries) <= 2 and when == "at once":
+            raise OSError("no memory")
+        begun = begin(settings)
+        if len(tries) <= 2:
+            for process in begun[0].processes.values():
+                process.kill()
+        return begun
+
+    run._begin = failing  # noqa: SLF001
+    first = serve(run)
+    deadline = time.monotonic() + TIMEOUT_S
+    while (following := run.take_following()) is None:
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.02)
+    assert run.failure is None and len(tries) == 3
+    assert caplog.text.count("another is tried in") == 2 and "HAS ENDED" not in caplog.text
+    first.close()
+    run.end_aside("finished", following)
+    end(following, serve(following))
+    while len(list(Path(out).iterdir())) > 2:  # folders of the tries
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.02)
+    sealed = sorted(path.name for path in Path(out).iterdir())
+    assert sealed == sorted(Path(r.link.settings.out).name for r in (run, following))
+    assert all(actds.open(f"{out}/{name}").n_rows == N_REQUESTS * N_POSITIONS for name in sealed)
+
+
 def test_sealed_datasets_beyond_the_number_to_keep_are_removed(tmp_path: Path) -> None:
     names = [f"2026112{day}t120000z-r-{day:016x}" for day in range(1, 6)]
     for name in names:

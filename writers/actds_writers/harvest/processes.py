@@ -168,6 +168,8 @@ class Pipeline:
             connection.close()
         for name in ("writer", "census"):  # the census ends after the writer
             process = self.processes[name]
+            if name not in self._connections:  # nobody can ask it to end
+                process.kill()
             try:
                 process.wait(timeout=END_TIMEOUT_S)
             except subprocess.TimeoutExpired:
@@ -211,20 +213,22 @@ class Pipeline:
             self._send(name, Finish(reason, unknown_weights))
         deadline = time.monotonic() + FINISH_TIMEOUT_S
         while set(self._done) != set(self.processes):
-            for name, connection in self._connections.items():
-                if name not in self._done:
-                    self._await(name, connection)
+            for name in set(self.processes) - set(self._done):
+                self._await(name)
             if time.monotonic() > deadline:
                 missing = ", ".join(sorted(set(self.processes) - set(self._done)))
                 got, expected = f"no answer within {FINISH_TIMEOUT_S:.0f} s", "a closed chain"
                 raise ActdsError("E506", missing, got=got, expected=expected)
         return {name: done.totals for name, done in self._done.items()}
 
-    def _await(self, name: str, connection: Connection) -> None:
+    def _await(self, name: str) -> None:
+        connection = self._connections.get(name)
         try:
-            if connection.poll(0.1):
+            if connection is not None and connection.poll(0.1):
                 self._take(name, connection.recv())
         except (EOFError, OSError):
+            connection = None
+        if connection is None:  # it has ended, or never came
             self._gone(name)
             self._done[name] = Done({})
 
@@ -253,7 +257,8 @@ class Pipeline:
 
     def _send(self, name: str, message: object) -> None:
         try:
-            self._connections[name].send(message)
+            if name in self._connections:
+                self._connections[name].send(message)
         except OSError:
             self._gone(name)
 

@@ -44,6 +44,8 @@ from actds_writers.sampling import SamplingRules
 log = logging.getLogger("vllm.actds")
 PLACE = "additional_config actds"
 POLL_S = 0.25
+RETRY_S = 60.0
+"""After this time another next dataset is begun, where the one before could not be."""
 
 
 def _bad_setting(place: str, got: str, expected: str, next_step: str | None = None) -> ActdsError:
@@ -94,7 +96,9 @@ class LiveRun:
         self._before = before
         self._following: LiveRun | None = None
         """The run of the next dataset, when this one is due."""
-        self._is_followed = False
+        self._is_followed, self._next_try = False, 0.0
+        self._is_spare = False
+        """Whether it is prepared for a change over: another one captures."""
         self.is_up = False
         self._began = time.monotonic()
         self.rules = rules
@@ -166,6 +170,8 @@ class LiveRun:
             if self.failure is not None:
                 return
             self.failure = error
+        if self._is_spare:
+            return
         log.error(
             "actds: CAPTURE HAS ENDED, serving continues. %s Committed rows are kept; every token "
             "from here on is accounted as aborted.",
@@ -250,16 +256,33 @@ class LiveRun:
         written = self.pipeline.written
         if self._rotation is None or self._is_followed or written is None or self.failure:
             return False
+        if self._following is not None:
+            return self._following.failure is not None
+        if time.monotonic() < self._next_try:
+            return False
         age_s = time.monotonic() - self._began
         return self._rotation.is_due(age_s, written.n_rows, written.commits.nbytes_out)
 
     def _prepare(self) -> None:
-        """Start the processes of the next dataset; the scheduler changes over when they are up."""
-        self._is_followed = True
+        """Start the processes of the next dataset; the scheduler changes over when they are up.
+
+        Those that could not start are ended, and others are tried later.
+        """
+        failed, self._following = self._following, None
         try:
-            self._following = self._next(self._writer.harvest, self._writer.facts, None)
+            if failed is not None:
+                failed._before = None  # which is this one, and goes on
+                failed.end_aside("failed")
+                raise failed.failure or AssertionError
+            following = self._next(self._writer.harvest, self._writer.facts, None)
+            following._is_spare = True
+            self._following = following
         except (ActdsError, OSError) as error:
-            log.error("actds: no next dataset, this one goes on: %s", error)
+            self._next_try = time.monotonic() + RETRY_S
+            log.error(
+                "actds: no next dataset, this one goes on, and another is tried in %d s: %s",
+                *(RETRY_S, error),
+            )
 
     @property
     def dataset(self) -> str:
@@ -271,7 +294,8 @@ class LiveRun:
         following = self._following
         if following is None or not following.is_up or self.failure is not None:
             return None
-        self._following, following.watch = None, self.watch
+        self._is_followed = True
+        self._following, following.watch, following._is_spare = None, self.watch, False
         return following
 
     def _poll(self, writer_ends: bool) -> bool:
