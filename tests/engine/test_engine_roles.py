@@ -19,6 +19,7 @@ from actds_testing.independent.draw import number
 from actds_testing.server import Server, wait_until_ended
 from actds_testing.tiny import byte_tokenizer, make_tiny_model
 from actds_validators.audit.api import audit
+from actds_writers.prompts.conversation import turn_of
 
 pytestmark = pytest.mark.engine
 
@@ -97,6 +98,22 @@ def test_the_tokens_of_each_role_are_the_texts_of_its_messages(dataset: Dataset)
         words = decode([ids[p] for p in range(prompt) if mine[p] == "assistant"])
         for message in messages:
             assert message["role"] != "assistant" or message["content"] in words
+
+
+def test_turns_are_those_of_the_messages_and_means_those_of_their_rows(dataset: Dataset) -> None:
+    conversations = set()
+    pooled = actds.pool(dataset, HOOK).table
+    turns = dict(zip(pooled["request"].to_pylist(), pooled["turn"].to_pylist(), strict=True))
+    for line in dataset.requests().to_pylist():
+        name = line["external_id"].rpartition("-")[0]
+        said = None, None
+        if name != "text":
+            said = turn_of(CHATS[name][0])
+            assert turns[line["request"]] == said[1]
+            conversations.add((name, said[0]))
+        assert (line["conversation"], line["turn"]) == said
+    assert len(conversations) == len(CHATS)
+    assert {turn for turn in turns.values()} >= {0, 1}
 
 
 def test_loaders_choose_by_role_and_rows_of_the_cache_have_theirs(

@@ -7,7 +7,7 @@ import random
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from actds_testing.harvest import validated
 pytest.importorskip("vllm")
 from actds_testing.server import Server
 from actds_testing.tiny import make_tiny_model
+from actds_writers.prompts.conversation import turn_of
 
 pytestmark = pytest.mark.engine
 openai = pytest.importorskip("openai")
@@ -39,6 +40,7 @@ class Chat:
     asked: str | None
     answer: Any
     """None of one that it gave up."""
+    conversation: str | None = None
 
     @property
     def handle(self) -> dict[str, Any]:
@@ -57,6 +59,8 @@ def chat(client: Any, n: int) -> Chat:
     xargs: dict[str, Any] = {"actds_handle": 1}
     if asked is not None:
         xargs["actds_positions"] = asked
+    if n % 3:
+        xargs["actds_conversation"] = f"c-{n % 7}"
     system = {"role": "system", "content": "You are terse. " * 4}  # more than a block
     messages = [system, {"role": "user", "content": " ".join(draw.choices(WORDS, k=n % 23 + 1))}]
     body = {"vllm_xargs": xargs, "return_token_ids": True, "ignore_eos": True}
@@ -69,7 +73,8 @@ def chat(client: Any, n: int) -> Chat:
             for _ in zip(range(2), stream, strict=False):
                 pass  # and it is given up
         return Chat(name, asked, None)
-    return Chat(name, asked, client.chat.completions.create(**options))
+    conversation = turn_of(messages, xargs.get("actds_conversation")).conversation
+    return Chat(name, asked, client.chat.completions.create(**options), conversation)
 
 
 def datasets_of(out: Path) -> dict[str, Catalog]:
@@ -172,6 +177,12 @@ def _check_chats(chats: list[Chat], catalogs: dict[str, Catalog]) -> None:
         assert stored <= rows[name].keys() | hits, (one.name, stored - rows[name].keys() - hits)
         line = catalogs[handle["dataset"]].table("requests", handle["run"]).to_pylist()
         assert line[handle["request"]]["external_id"] == name
+        if one.name.startswith("private") or one.asked == "none":
+            one = replace(one, conversation=None)
+        turn = None if one.conversation is None else 0
+        about = line[handle["request"]]
+        assert (about["conversation"], about["turn"]) == (one.conversation, turn)
+        assert "actds_conversation" not in (about["sampling"] or "")
         fates["of one run" if min(s["start"] for s in spans[name]) == 0 else "odd"] += 1
     assert set(fates) == {"of one run"}
     lost = [s for of_name in spans.values() for s in of_name if s["disposition"] == "dropped"]
