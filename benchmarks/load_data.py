@@ -205,6 +205,7 @@ def census_tables(n_requests: int) -> dict[Any, Any]:
         },
         "steps": {
             **{name: zero for name in tables.SCHEMAS["steps"].names},
+            "inclusion": [None] * n_requests,
             "step": index,
             "batch_tokens": length,
             "n_requests": zero + 1,
