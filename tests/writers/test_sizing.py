@@ -766,3 +766,29 @@ def test_a_plan_says_what_rules_for_a_share_would_store() -> None:
     at = result.command.index("--keep")
     assert result.command[at + 1] == "decode: 1; 0.1"
     assert result.as_json()["sample"]["n_rows"] == sample.n_rows
+
+
+def test_a_plan_says_how_many_nodes_a_store_carries_beside_a_trainer() -> None:
+    fixed: dict[str, Any] = {
+        "d_model": 4096, "layers": 32, "dtype": "bfloat16", "hooks": "resid_post:10,20",
+        "prefill_rate": 5000, "decode_rate": 5000,
+    }  # fmt: skip
+    result = actds.plan(**fixed, nodes=16, store_gbps=2.0, train_rows=10_000)
+    nodes, stored = result.nodes, result.capacity.stored_nbytes
+    assert nodes is not None
+    assert nodes.written_gbps == pytest.approx(16 * 10_000 * stored / 1e9)
+    assert nodes.read_gbps == pytest.approx(10_000 * stored / 1e9)
+    # The trainer reads what one node writes: 2 GB/s carry 17 in all.
+    assert nodes.most == (int(2e9 / 10_000 / stored) - 1, "bytes") == (16, "bytes")
+    assert result.fits and not actds.plan(**fixed, nodes=17, store_gbps=2.0, train_rows=10_000).fits
+    # 12 PUTs for the two hooks of each 65,536 rows, and part and record of readouts.
+    few = actds.plan(**fixed, nodes=3, store_puts=4)
+    assert few.nodes is not None and not few.fits
+    assert few.nodes.most == (int(4 / (10_000 / 65_536 * 12)), "PUTs")
+    words = "\n".join(result.lines())
+    assert "1.82 GB/s written of 2 (given)" in words and "3,500 (assumed)" in words
+    assert "210,938 shards a day" in words
+    assert result.as_json()["nodes"]["most"] == (16, "bytes")
+    assert actds.plan(**fixed).nodes is None
+    with pytest.raises(ActdsError, match="E009 train_rows"):
+        actds.plan(**fixed, train_rows=5)

@@ -652,6 +652,19 @@ class PlanSettings(ModelSettings):
     disk_gbps: Rate | None = Field(
         default=None, description="Rate of hashing, writing and syncing files, GB/s"
     )
+    nodes: Annotated[int, Field(ge=1)] | None = Field(
+        default=None, description="Nodes with this load each, that write one dataset"
+    )
+    store_gbps: Rate | None = Field(
+        default=None, description="With --nodes: rate of the store that all write to, GB/s"
+    )
+    store_puts: Rate | None = Field(
+        default=None, description="With --nodes: writing requests that the store takes, per second"
+    )
+    train_rows: Rate | None = Field(
+        default=None,
+        description="With --nodes: rows per second that a trainer reads from the store meanwhile",
+    )
     measure: Folder | None = Field(
         default=None,
         description="Measure on this machine, in FOLDER, by default the current one: the rates "

@@ -33,6 +33,7 @@ from actds_writers.harvest.machine import (
     shared_with,
     stress,
 )
+from actds_writers.harvest.nodes import Nodes, nodes_of
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import computed_dtype, model_config
 from actds_writers.sampling import POLICIES, keep_rules
@@ -156,10 +157,12 @@ class PlanResult:
     shared: tuple[str, ...] = ()
     stress: StressResult | None = None
     stages: tuple[tuple[int, range], ...] = ()
+    nodes: Nodes | None = None
 
     @property
     def fits(self) -> bool:
-        return self.capacity.fits and not (self.stress and self.stress.dropped)
+        stressed = self.stress and self.stress.dropped
+        return self.capacity.fits and not stressed and (self.nodes is None or self.nodes.fits)
 
     @property
     def command(self) -> list[str]:
@@ -212,6 +215,7 @@ class PlanResult:
             *_needs(needs, overhead, n_tokens),
             *(self.sample.lines(needs.stored_nbytes) if self.sample else []),
             *self._workers(),
+            *(itertools.starmap(_line, self.nodes.lines()) if self.nodes else []),
             "",
             *_stalls(needs),
             "",
@@ -326,6 +330,7 @@ class PlanResult:
                 "nbytes": needs.n_replicas * memory.nbytes,
                 "stages": pipeline,
             },
+            "nodes": self.nodes and _with(self.nodes, "written_gbps", "read_gbps", "most", "fits"),
             "stalls": stalls,
             "options": self.command,
         }
@@ -460,8 +465,9 @@ def plan(**settings: Any) -> PlanResult:
     stressed = None if inputs.stress is None else stress(inputs, needs.sizes)
     places = tuple((number, layers) for number, layers, _ in stages)
     return PlanResult(
-        inputs, needs, rates, measured, overhead, profile, disk, shared, stressed, places
-    )
+        inputs, needs, rates, measured, overhead, profile, disk, shared, stressed, places,
+        nodes_of(inputs, needs),
+    )  # fmt: skip
 
 
 def _hook_specs(settings: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:
