@@ -109,6 +109,19 @@ def test_a_fence_stops_a_zombie(tmp_path: Path) -> None:
     assert fence(chain.store, DATASET, chain.chain, "again") == state
 
 
+def test_a_name_that_who_fenced_the_chain_has_taken_is_said_to_be_his(tmp_path: Path) -> None:
+    chain = begin(tmp_path)
+    name = "census/r-1/steps-000009.parquet"
+    LocalStore(tmp_path).put_new(name, [b"of who took the run over"])
+    fence(chain.store, DATASET, chain.chain, "no sign of life")
+    with pytest.raises(ActdsError, match=r"E308.*a fence: no sign of life"), chain.fatal():
+        chain.store.put_new(name, [b"of a writer that had stalled"])
+    other = begin(tmp_path / "other")
+    other.store.put_new(name, [b"of a program that knows no ledger"])
+    with pytest.raises(ActdsError, match="E309"), other.fatal():
+        other.store.put_new(name, [b"x"])
+
+
 def test_a_fence_lands_behind_a_writer_that_was_faster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,23 @@ def test_a_seal_pins_the_ledger_and_says_the_totals(dataset: Path) -> None:
     assert totals["dropped"] > 0
     assert totals["rows"] == totals["captured"] == sum(m.n_rows for m in catalog.shards)
     assert catalog.digest == canonical.digest((dataset / "seal/0001.json").read_bytes())
+
+
+def test_a_seal_reads_each_record_and_each_file_of_a_shard_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_dataset(tmp_path / "d", n_requests=12, drops=True, sealed=False)
+    reads, read = Counter[str](), LocalStore.read
+
+    def counted(store: LocalStore, path: str, *args: Any, **how: Any) -> bytes:
+        reads[path] += 1
+        return read(store, path, *args, **how)
+
+    monkeypatch.setattr(LocalStore, "read", counted)
+    seal(LocalStore(path))
+    of_shards = {n: times for n, times in reads.items() if n.startswith(("ledger/", "shards/"))}
+    assert len(of_shards) > 20
+    assert set(of_shards.values()) == {1}, of_shards
 
 
 def test_sealing_twice_changes_nothing_but_brings_back_the_card(dataset: Path) -> None:
