@@ -72,7 +72,7 @@ def test_a_seal_reads_each_record_and_each_file_of_a_shard_once(
     monkeypatch.setattr(LocalStore, "read", counted)
     seal(LocalStore(path))
     of_shards = {n: times for n, times in reads.items() if n.startswith(("ledger/", "shards/"))}
-    assert len(of_shards) > 20
+    assert len(of_shards) >= 20
     assert set(of_shards.values()) == {1}, of_shards
 
 
