@@ -23,7 +23,7 @@ from actds.format.positions import Intervals, Keys, position_key
 from actds.format.tables import ROLES
 from actds.loader.filters import bad
 from actds.loader.mixture import Side
-from actds.loader.selection import Selection, held_out_requests, select
+from actds.loader.selection import Selection, checked_split, held_out_requests, select
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -85,15 +85,14 @@ def pool(
     if by not in ("turn", "request"):
         raise bad("by", repr(by)[:80], "turn or request")
     dataset = source if isinstance(source, Dataset) else open(source, **how)
+    side = checked_split(split, held_out)
     selection = select(dataset, hook, where=where, exclude=exclude)
-    if split is not None or held_out:
-        select(dataset, hook, split=split, held_out=held_out)  # or it says what is wrong
     parts = []
     for run in selection.runs:
         ranges = _turns(dataset, run, history=history) if by == "turn" else _requests(dataset, run)
-        if split is not None:
-            number, is_held_out = held_out_requests(dataset, run, held_out)
-            chosen = number[is_held_out == (split == "held_out")]
+        if side is not None:
+            number, is_held_out = held_out_requests(dataset, run, side[1])
+            chosen = number[is_held_out == (side[0] == "held_out")]
             ranges = ranges.filter(np.isin(ranges["request"].to_numpy(), chosen))
         parts.append(_of_run(selection, run, ranges))
     table = pa.concat_tables([part.table for part in parts])

@@ -165,7 +165,7 @@ class RowFilter:
         self.values = RowValues(dataset, hooks)
         self.where = None if where is None else parse_expression(where, "where")
         self.names = _known_names(exclude)
-        self.split = _checked_split(split, held_out)
+        self.split = checked_split(split, held_out)
         self._filters = [FILTERS[name] for name in self.names]
         self._by_norm = [FILTERS[name] for name in self.names if is_by_norm(name)]
         self._finite: dict[str, Mask] = {}
@@ -322,7 +322,7 @@ def _requests_of_rows(dataset: Dataset, run: str) -> Ints:
     return np.unique(np.concatenate(parts)).astype(np.int64)
 
 
-def _checked_split(split: str | None, held_out: float) -> tuple[str, float] | None:
+def checked_split(split: str | None, held_out: float) -> tuple[str, float] | None:
     if isinstance(held_out, bool) or not isinstance(held_out, int | float):
         raise bad("held_out", repr(held_out)[:80], "a share from 0 to 1")
     if split is None and not held_out:
