@@ -51,12 +51,12 @@ class Nodes:
     train_rows: float
 
     @classmethod
-    def of(cls, settings: PlanSettings, needs: Capacity) -> Nodes:
+    def of(cls, n: int, settings: PlanSettings, needs: Capacity) -> Nodes:
         geometry, shard = needs.geometry, needs.sizes.rows_per_shard
         puts = PUTS_OF_HOOK * geometry.n_hooks + PUTS_OF_SHARD
         puts += PUTS_OF_READOUTS if geometry.n_readouts else 0
         return cls(
-            settings.nodes,
+            n,
             needs.load.mean,
             needs.stored_nbytes,
             puts / shard,
@@ -120,7 +120,7 @@ def nodes_of(settings: PlanSettings, needs: Capacity) -> Nodes | None:
         ActdsError: E009 a store or a trainer of nobody.
     """
     if settings.nodes is not None:
-        return Nodes.of(settings, needs)
+        return Nodes.of(settings.nodes, settings, needs)
     for name in ("store_gbps", "store_puts", "train_rows"):
         if getattr(settings, name) is not None:
             raise ActdsError("E009", name, got="no nodes", expected="nodes beside it")
