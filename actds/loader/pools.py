@@ -73,8 +73,10 @@ def pool(
             template's positions. ``request`` takes all positions of a request.
         history: earlier turns as well, which a later request repeats; by default each request has
             only its last one, so that a conversation has each turn once.
-        where, exclude: which rows, as of a ``Loader``.
-        split, held_out: of which requests, as of a ``Loader``: a conversation is on one side.
+        where: which rows, an expression as of a ``Loader``.
+        exclude: rows to leave out, by name.
+        split: of which requests; a conversation is on one side.
+        held_out: share of the requests that are held out.
 
     Raises:
         ActdsError: E014 no such hook, nothing to pool, or an argument that cannot be used; and as
