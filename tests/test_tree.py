@@ -35,7 +35,7 @@ LIMITS = {
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 10,
-    "names of mood": 5,
+    "names of mood": 4,
     "modules in circles": 0,
 }
 
