@@ -248,7 +248,7 @@ GPU_PYTHON  ?= $(shell python3 -c "import vllm" 2>/dev/null && echo python3 || e
 GPU_TESTS   ?= $(addprefix tests/engine/test_engine_,alignment.py conservation.py check.py hooks.py)
 GPU_BATCHES ?= 1 8 32 128 256
 GPU_BENCH   := $(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_engine.py --dtype bfloat16 --memory-share 0.15 --rounds 8
-GPU_PROBES  := $(GPU_PATH) $(GPU_PYTHON) -m actds plan --model $(DEMO)/model --hooks resid_post:10 --probes 1000 --measure
+GPU_PROBES  := $(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_probes.py --model $(DEMO)/model --hooks resid_post:10 --probes 1000 --measure
 gpu: ## on a machine with a GPU: a real vLLM there, its rows, what the capture costs it
 	@nvidia-smi > /dev/null 2>&1 || { echo "make gpu: skipped, this machine has no NVIDIA GPU"; exit 0; }; set -ex; \
 	$(GPU_PYTHON) -c "import vllm" || { python3 -m venv $(GPU); \

@@ -33,7 +33,6 @@ from actds_validators.gate import require as require
 from actds_validators.validate.validation import validate as validate
 from actds_writers.harvest.attest import attest as attest
 from actds_writers.harvest.plan import plan as plan
-from actds_writers.harvest.probe_cost import probe_cost as probe_cost
 from actds_writers.harvest.recover import recover as recover
 from actds_writers.harvest.replay import replay as replay
 from actds_writers.harvest.run import write as write

@@ -34,7 +34,7 @@ LIMITS = {
     "modules with one importer": 50,
     "arguments of one function": 15,
     "fmt: skip": 10,
-    "public classes of one name in one package": 11,
+    "public classes of one name in one package": 10,
     "names of mood": 4,
     "modules in circles": 0,
 }

@@ -207,8 +207,6 @@ def _option(name: str, field: Mapping[str, Any], *, required: bool) -> click.Opt
         given |= {"default": default, "show_default": default}
         return click.Option([names, name], is_flag=True, **given)
     if kind["type"] in ("array", "object"):
-        if kind.get("items", {}).get("type") == "integer":
-            given["type"] = _type(kind["items"])
         return click.Option([flag, name], multiple=True, **given)
     if "flag_value" in field:
         given |= {"is_flag": False, "flag_value": field["flag_value"]}

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bench_probes import by_the_clock, on_paper
+from probe_cost import Arm, Timing, TimingTask, fit
+from probe_timing import time_probes
 
 import actds
 from actds.dataset.reading import Catalog
@@ -15,12 +18,10 @@ from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
 from actds_writers.capture.hooks import hook_specs, parse_hooks
-from actds_writers.engine_protocol import find_engine
-from actds_writers.harvest.probe_cost import Arm, Timing, TimingTask, fit
 from actds_writers.ipc.messages import HookSpec
 from actds_writers.model_folder import model_config
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.full]
 
 EAGER = {"enforce_eager": True, "dtype": "float32"}
 ARMS = (
@@ -60,7 +61,7 @@ def hooks_of(model: Path) -> tuple[HookSpec, ...]:
 def timing(model: Path, folder: Path) -> Timing:
     task = TimingTask(model, EAGER, hooks_of(model), ARMS, BATCHES, N_ROUNDS, folder)
     said: list[str] = []
-    found = find_engine("vllm").time_probes(task, said.append)
+    found = time_probes(task, said.append)
     assert len(said) == N_ROUNDS and said[-1].startswith("round 2: ")
     return found
 
@@ -112,12 +113,12 @@ def assert_scores(folder: Path, n_probes: int) -> None:
         np.testing.assert_allclose(scores, rows @ probes[i].T, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.full
-def test_the_command_measures_and_leaves_nothing_behind(model: Path, tmp_path: Path) -> None:
-    found = actds.probe_cost(
-        model=model, probes=20, hooks="resid_post:1", batches=[2], rounds=5, measure=tmp_path,
-        engine_args=EAGER,
-    )  # fmt: skip
+def test_a_measurement_has_a_line_for_each_way_and_leaves_nothing_behind(
+    model: Path, tmp_path: Path
+) -> None:
+    found = by_the_clock(
+        on_paper(model, 20, "resid_post:1", batches=[2]), model, EAGER, 5, tmp_path
+    )
     assert not list(tmp_path.iterdir())
     assert {(one.way, one.clock) for one in found.fits} == {
         (way, clock) for way in ("packed", "naive") for clock in ("wall", "cpu")
@@ -128,14 +129,13 @@ def test_the_command_measures_and_leaves_nothing_behind(model: Path, tmp_path: P
     assert "T(N) / T(0) = 1 + s + m N" in text and "naive, batch 2, CPU time" in text
 
 
-@pytest.mark.full
 def test_a_compiled_engine_has_the_probes_in_its_graph(model: Path, tmp_path: Path) -> None:
     task = TimingTask(
         model, {"dtype": "float32"}, hooks_of(model),
         (Arm("none"), Arm("packed", 3), Arm("naive", 2)),
         (2,), 1, tmp_path,
     )  # fmt: skip
-    found = find_engine("vllm").time_probes(task, lambda line: None)
+    found = time_probes(task, lambda line: None)
     assert {one.arm for one in found.timed} == set(task.arms)
     assert found.facts["mode"] == "compiled"
     assert_scores(tmp_path, 3)

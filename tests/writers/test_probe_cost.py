@@ -1,24 +1,21 @@
-"""``actds plan --probes``: what a probe costs on paper, and the line through measured steps."""
+"""``bench_probes.py``: what a probe costs on paper, and the line through measured steps."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bench_probes
 import numpy as np
 import pytest
-from click.testing import CliRunner
-
-import actds
-from actds.cli import cli
-from actds.errors import ActdsError
-from actds_testing.tiny import VOCAB_SIZE, make_random_model, make_tiny_model
-from actds_writers.harvest import probe_cost
-from actds_writers.harvest.probe_cost import (
+from bench_probes import arms_of, on_paper, require_memory
+from model_weights import Attention, Weights, read_weights
+from probe_cost import (
     Arm,
     ProbeArithmetic,
     Timed,
@@ -26,9 +23,12 @@ from actds_writers.harvest.probe_cost import (
     TimingTask,
     counts_timed,
     fit,
+    fitted,
     log_bars,
 )
-from actds_writers.model_folder import Attention, Weights, read_weights
+
+from actds.errors import ActdsError
+from actds_testing.tiny import VOCAB_SIZE, make_random_model, make_tiny_model
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -250,14 +250,14 @@ def test_a_fit_recovers_the_costs_that_were_planted() -> None:
 
 def test_intervals_hold_what_was_planted_about_as_often_as_they_say() -> None:
     counts, inside = (0, 16, 64, 256), {"s": 0, "m": 0, "again": 0}
-    for seed in range(200):
+    for seed in range(100):
         rounds = timed(12, 0.03, 2e-4, counts, 0.02, seed)
         found = fit(rounds, "packed", 8, seed=seed)
         inside["s"] += found.s.low <= 0.03 <= found.s.high
         inside["m"] += found.m.low <= 2e-4 <= found.m.high
         inside["again"] += found.noise.low <= 0 <= found.noise.high
-    # 95 % of 200 is 190; percentiles of few rounds are a little narrow.
-    assert all(170 <= n <= 199 for n in inside.values()), inside
+    # 95 % of 100 is 95; percentiles of few rounds are a little narrow.
+    assert all(84 <= n <= 100 for n in inside.values()), inside
 
 
 def test_a_cost_that_cannot_be_told_from_nothing_has_no_n_that_costs_1_percent() -> None:
@@ -283,10 +283,10 @@ def test_counts_end_at_the_one_asked_for() -> None:
 
 
 def test_naive_hooks_score_the_rows_and_leave_with_the_arm_that_had_them() -> None:
+    import probe_timing
     import torch
 
     from actds_writers.capture.taps import Tap
-    from actds_writers.engines.vllm import probe_timing
 
     model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 4))
     taps = [
@@ -318,16 +318,14 @@ def test_naive_hooks_score_the_rows_and_leave_with_the_arm_that_had_them() -> No
 
 def test_what_was_measured_is_said_with_its_noise_and_drawn(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
-    paper = actds.probe_cost(model=folder, probes=1000, hooks="resid_post:10", batches=[8])
+    paper = on_paper(folder, 1000, "resid_post:10", batches=[8])
     steps = timed(6, 0.02, 3e-5, (0, 64, 1000), 0.0)
     for one in [step for step in steps if step.arm.way == "none"]:
         for n in (0, 100):
             steps.append(Timed(Arm("naive", n), 8, one.round, one.wall * (2 + n / 100), one.cpu))
     facts = dict.fromkeys(("engine", "mode", "dtype", "threads", "cores", "positions"), "x")
     facts |= {"cudagraphs": "none", "device": "cpu"}
-    found = probe_cost.fitted(
-        paper.settings, paper.hooks, paper.arithmetic, Timing(tuple(steps), facts)
-    )
+    found = fitted(paper.hooks, paper.arithmetic, Timing(tuple(steps), facts))
     text = "\n".join(found.lines())
     assert "twice the engine alone differs by +0.0% [+0.0%, +0.0%]" in text
     assert "packed   s = +2.0% [+2.0%, +2.0%]   m = +0.003% [+0.003%, +0.003%]" in text
@@ -342,21 +340,19 @@ def test_what_was_measured_is_said_with_its_noise_and_drawn(tmp_path: Path) -> N
     assert line["n_for_1_percent"] is None and round(line["n_for_1_percent_more"]) == 333
     # On a GPU, CPU time of a process that waits is not what a step takes.
     facts["device"] = "NVIDIA H100"
-    on_gpu = probe_cost.fitted(
-        paper.settings, paper.hooks, paper.arithmetic, Timing(tuple(steps), facts)
-    )
+    on_gpu = fitted(paper.hooks, paper.arithmetic, Timing(tuple(steps), facts))
     assert {one.clock for one in on_gpu.fits} == {"wall"}
 
 
 def test_a_compiled_engine_is_started_anew_for_each_variant_of_each_round(tmp_path: Path) -> None:
-    from actds_writers.engines.vllm.probe_timing import sessions
+    from probe_timing import sessions
 
     packed, naive = (Arm("packed", 0), Arm("packed", 9)), (Arm("naive", 0), Arm("naive", 9))
     arms = (Arm("none"), *packed, *naive)
     task = TimingTask(tmp_path, {"enforce_eager": True}, (), arms, (1,), 3, tmp_path)
-    (one,) = sessions(task, object)
+    (one,) = sessions(task)
     assert one.eager and one.task == task
-    found = list(sessions(replace(task, engine_args={"dtype": "float32"}), object))
+    found = list(sessions(replace(task, engine_args={"dtype": "float32"})))
     assert [session.first_round for session in found] == [0] * 4 + [1] * 4 + [2] * 4
     for number in range(3):
         mine = [session for session in found if session.first_round == number]
@@ -382,76 +378,57 @@ def test_bars_are_as_long_as_their_logarithm() -> None:
     assert log_bars({"a": -1.0, "b": 0.0}) == []
 
 
-# the command ----------------------------------------------------------------------------------
-
-
-def run(*words: str) -> Any:
-    return CliRunner().invoke(cli, ["plan", *words])
-
-
-def test_the_command_says_what_the_function_returns(tmp_path: Path) -> None:
+def test_the_program_says_on_paper_what_the_function_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
-    found = actds.probe_cost(model=folder, probes=100, hooks="resid_post:10,20", context=128)
     words = ["--model", str(folder), "--probes", "100", "--hooks", "resid_post:10,20",
-             "--context", "128"]  # fmt: skip
-    facts = json.loads(run(*words, "--json").output)
-    assert (facts.pop("format"), facts.pop("version")) == ("actds.plan", "1")
-    assert facts == json.loads(json.dumps(found.as_json()))
+             "--context", "128", "--batch", "4", "2"]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["bench_probes.py", *words, "--json"])
+    bench_probes.main()
+    facts = json.loads(capsys.readouterr().out)
+    paper = on_paper(folder, 100, "resid_post:10,20", 128, (4, 2))
+    assert facts == json.loads(json.dumps(paper.as_json()))
     assert facts["probes"]["measured"] is None and facts["probes"]["n_hooks"] == 2
     assert facts["probes"]["forward_flops"] == 2 * 134_479_872 + 4 * 576 * 128 * 30
-    assert [step["batch"] for step in facts["probes"]["steps"]] == [1, 8, 32]
-    said = run(*words, "--batch", "4", "--batch", "2").output
-    assert said.startswith("probes   100 probes at each of 2 hooks, float32")
-    assert "one probe 4.1e-06" in said and "clock    not measured" in said
-    assert "batch 4: 269 MB weights" in said and "batch 32" not in said
-    assert "operations" in said[said.index("log scale:") :]
+    text = "\n".join(paper.lines())
+    assert text.startswith("probes   100 probes at each of 2 hooks, float32")
+    assert "one probe 4.1e-06" in text and "clock    not measured" in text
+    assert "batch 4: 269 MB weights" in text and "batch 32" not in text
+    assert "operations" in text[text.index("log scale:") :]
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("option", "value", "error"),
     [
-        (["--probes", "0"], "--probes"),
-        (["--probes", "-3"], "--probes"),
-        (["--probes", "9999999999"], "--probes"),
-        (["--probes", "3", "--batch", "0"], "--batch"),
-        (["--probes", "3", "--hooks", "resid_pots:1"], "E007 --hooks: the kind 'resid_pots'"),
-        (["--probes", "3", "--hooks", "resid_post:30"], "E007 --hooks: layer 30"),
-        (["--probes", "3", "--stall", "3"], "E009 --stall: an option of the other question"),
-        (["--probes", "3", "--engine", "vlm"], "E009 --engine"),
-        (["--prefill-rate", "3", "--batch", "2"], "E009 --batch: an option of the other"),
-        (["--probes", "5000", "--measure", "."], "E009 --probes: 5,000; expected at most 4,096"),
-        (["--probes", "5000", "--measure"], "E009 --probes: 5,000; expected at most 4,096"),
-        (["--probes", "3", "--measure", "nowhere"], "E009 --measure: nowhere: no such folder"),
-        (["--probes", "3", "--hooks", "resid_post:1;k:1", "--measure", "."], "E015 --hooks"),
-        (["--probes", "3", "--measure", ".", "--engine-arg", "max_num_seqs=8"],
-         "E009 --engine-arg max_num_seqs: 8; expected at least 32, the largest batch"),
-        (["--probes", "3", "--measure", ".", "--engine-arg", "max_model_len=31"],
-         "E009 --engine-arg max_model_len: 31; expected at least 32"),
-        (["--probes", "3", "--measure", ".", "--engine-arg", "tensor_parallel_size=2"],
-         "E012 --engine-arg tensor_parallel_size"),
-        (["--probes", "3", "--measure", ".", "--engine", "transformers"],
-         "E012 --engine: transformers: its steps are not timed"),
+        ("max_num_seqs", 8, "E009 engine_args max_num_seqs: 8; expected at least 32, the largest"),
+        ("max_model_len", 31, "E009 engine_args max_model_len: 31; expected at least 32"),
+        ("tensor_parallel_size", 2, "E012 engine_args tensor_parallel_size"),
     ],
-)  # fmt: skip
-def test_a_bad_question_is_refused_by_name_before_an_engine_starts(
-    words: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+)
+def test_an_option_with_which_steps_cannot_be_timed_is_refused(
+    option: str, value: int, error: str, tmp_path: Path
 ) -> None:
-    folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    # This test is fast: a process that starts is an error.
-    got = run("--model", str(folder), *words)
-    assert got.exit_code == 2 and error in " ".join(got.stderr.split()), got.stderr
-    assert not list(Path().iterdir())
+    from probe_timing import with_step_options
+
+    task = TimingTask(tmp_path, {option: value}, (), (Arm("none"),), (1, 32), 5, tmp_path)
+    with pytest.raises(ActdsError, match=error):
+        with_step_options(task)
 
 
-def test_more_probes_than_memory_are_refused(
+def test_more_probes_than_a_dataset_or_memory_takes_and_mixed_widths_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "m", SMOL_CONFIG, SMOL)
-    monkeypatch.setattr(probe_cost, "free_nbytes", lambda: 1 << 30)
+    hooks = on_paper(folder, 1).hooks
+    with pytest.raises(ActdsError, match="E009 probes: 5,000; expected at most 4,096"):
+        arms_of(hooks, 5000, {})
+    with pytest.raises(ActdsError, match="E015 hooks"):
+        arms_of(on_paper(folder, 1, "resid_post:1;k:1").hooks, 3, {})
+    monkeypatch.setattr(bench_probes, "free_nbytes", lambda: 1 << 30)
+    arms = arms_of(hooks, 4096, {})
     with pytest.raises(ActdsError, match=r"E009 probes: .* GB for the probes, and 1.07 GB free"):
-        actds.probe_cost(model=folder, probes=4096, measure=tmp_path)
+        require_memory(TimingTask(folder, {}, hooks, arms, (1,), 5, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -470,20 +447,19 @@ def test_weights_that_cannot_be_counted_are_refused(
 ) -> None:
     folder = write_model(tmp_path / "m", {**SMOL_CONFIG, **config}, shapes, dtype)
     with pytest.raises(ActdsError, match=f"E009 model .*{words}"):
-        actds.probe_cost(model=folder, probes=1)
+        read_weights(folder)
 
 
 def test_a_folder_without_readable_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ActdsError, match="E005"):
-        actds.probe_cost(model=tmp_path / "none", probes=1)
-    assert run("--probes", "1").exit_code == 2
+        read_weights(tmp_path / "none")
     folder = make_tiny_model(tmp_path / "m")
     with pytest.raises(ActdsError, match=r"E009 .*no \*\.safetensors"):
-        actds.probe_cost(model=folder, probes=1)
+        read_weights(folder)
     for broken in (b"", b"\xff" * 64, (5).to_bytes(8, "little") + b"[1,2]"):
         (folder / "model.safetensors").write_bytes(broken)
         with pytest.raises(ActdsError, match=r"E009 .*no header of safetensors"):
-            actds.probe_cost(model=folder, probes=1)
+            read_weights(folder)
 
 
 def test_weights_of_a_fused_mixture_and_of_drafting_layers_are_known(tmp_path: Path) -> None:

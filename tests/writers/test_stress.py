@@ -1,20 +1,18 @@
-"""``actds plan --stress``: a short harvest of long-tailed requests, by a real engine."""
+"""``bench_stress.py``: a short harvest of long-tailed requests, by a real engine."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
+import bench_stress
 import numpy as np
 import pytest
+from bench_stress import BLOCK, MAX_GENERATED, Queue, StressResult, long_tailed, stress
 
 import actds
-from actds.errors import ActdsError
 from actds_testing.faulty_disk import FaultyDisk, unavailable
 from actds_testing.tiny import make_random_model
 from actds_writers.config import WriteSettings
-from actds_writers.harvest import machine
-from actds_writers.harvest.machine import BLOCK, MAX_GENERATED, Queue, StressResult, long_tailed
 
 N_LAYERS, HIDDEN, LIMIT = 8, 512, 384
 ROW_NBYTES = N_LAYERS * HIDDEN * 4
@@ -26,12 +24,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_random_model(folder, n_layers=N_LAYERS, hidden=HIDDEN, max_len=LIMIT)
 
 
-def stressed(model: Path, folder: Path, **more: Any) -> actds.PlanResult:
-    return actds.plan(
-        model=model, prefill_rate=100, stress=folder, engine="transformers",
+def stressed(model: Path, folder: Path, seconds: float) -> StressResult:
+    needs = actds.plan(
+        model=model, prefill_rate=100, engine="transformers",
         engine_args={"max_num_seqs": 4}, max_step_rows=16, rows_per_shard=16, ring_mib=1,
-        staging_mib=1, readouts=0, **more,
+        staging_mib=1, readouts=0,
     )  # fmt: skip
+    return stress(needs, folder, seconds)
 
 
 def test_lengths_have_a_long_tail_that_ends_at_the_models_limit(
@@ -59,45 +58,39 @@ def test_lengths_have_a_long_tail_that_ends_at_the_models_limit(
 
 
 @pytest.fixture(scope="module")
-def free(model: Path, tmp_path_factory: pytest.TempPathFactory) -> actds.PlanResult:
+def free(model: Path, tmp_path_factory: pytest.TempPathFactory) -> StressResult:
     folder = tmp_path_factory.mktemp("free")
-    found = stressed(model, folder, stress_seconds=4.0)
+    found = stressed(model, folder, 4.0)
     assert list(folder.iterdir()) == []
     return found
 
 
 @pytest.mark.standard
-def test_a_run_says_what_it_met_as_text_and_as_json(free: actds.PlanResult) -> None:
-    stress = free.stress
-    assert stress is not None
-    assert stress.prompt_len[2] == LIMIT - 8
-    assert stress.n_tokens > LIMIT / 4 and 0 < stress.seconds < 60
+def test_a_run_says_what_it_met(free: StressResult) -> None:
+    assert free.prompt_len[2] == LIMIT - 8
+    assert free.n_tokens > LIMIT / 4 and 0 < free.seconds < 60
     # A model of 80 MB under torch: more than a process alone, less than the machine.
-    assert stress.peak_nbytes is not None and 100e6 < stress.peak_nbytes < 8e9
-    assert {queue.stage for queue in stress.queues} >= {"staging", "ring"}
-    assert any(queue.depth for queue in stress.queues)
-    assert free.as_json()["stress"]["n_tokens"] == stress.n_tokens
-    assert f"{stress.n_tokens:,} tokens in " in "\n".join(free.lines())
-    assert free.fits == (stress.dropped == 0)
+    assert free.peak_nbytes is not None and 100e6 < free.peak_nbytes < 8e9
+    assert {queue.stage for queue in free.queues} >= {"staging", "ring"}
+    assert any(queue.depth for queue in free.queues)
+    assert f"{free.n_tokens:,} tokens in " in "\n".join(free.lines())
 
 
-@pytest.mark.standard
+@pytest.mark.full
 @pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 def test_a_disk_that_is_too_slow_shows_before_the_harvest(
-    model: Path, free: actds.PlanResult, tmp_path: Path
+    model: Path, free: StressResult, tmp_path: Path
 ) -> None:
     # Staging, ring and buffers hold some 220 rows; the disk takes 25 a second.
     out = tmp_path / "out"
     out.mkdir()
     disk = FaultyDisk(out, tmp_path / "control")
     disk.throttle(25 * ROW_NBYTES)
-    assert free.stress is not None
     with disk.injected():
-        found = stressed(model, out, stress_seconds=max(5.0, 600 / free.stress.tokens_per_s))
-    stress = found.stress
-    assert stress is not None and stress.dropped > 0 and not found.fits
-    assert max(queue.stall_s for queue in stress.queues) > 1
-    assert f"drop_newest: {stress.dropped:,} (" in "\n".join(found.lines())
+        found = stressed(model, out, max(5.0, 600 / free.tokens_per_s))
+    assert found.dropped > 0
+    assert max(queue.stall_s for queue in found.queues) > 1
+    assert f"drop_newest: {found.dropped:,} (" in "\n".join(found.lines())
     assert list(out.iterdir()) == []
 
 
@@ -106,21 +99,12 @@ def test_the_words_say_what_was_met() -> None:
     found = StressResult(
         40, (20, 300, 376), 5000, 10.0, 900.0, None, 3 << 30, 1 << 20, queues, 50, 0.25
     )
-    said = [words for _, words in found.lines()]
+    said = found.lines()
     assert "5,000 tokens in 10.0 s: 500 tokens/s, 900 in the busiest second" in said
     assert "peak memory not known, all processes with the model" in said
     assert "ring: at most 31 steps; 3 waits, 1.5 s" in said
     assert "pool: at most 1 shard" in said
     assert "drop_newest: 50 (1.0%) rows lost" in said
-
-
-@pytest.mark.parametrize("more", [{"stress": "absent"}, {"model": None}])
-def test_a_stress_without_folder_or_model_is_refused(
-    model: Path, tmp_path: Path, more: dict[str, Any]
-) -> None:
-    given: dict[str, Any] = {"model": model, "stress": tmp_path, "d_model": 8, "layers": 2} | more
-    with pytest.raises(ActdsError, match="E009 stress"):
-        actds.plan(prefill_rate=1, hooks="resid_post:0", **given)
 
 
 @pytest.mark.standard
@@ -130,10 +114,10 @@ def test_memory_of_the_gpus_is_what_their_tool_says(
     def says(script: str) -> int | None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
-        return machine.device_memory()
+        return bench_stress.device_memory()
 
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert says("echo 1024; echo 512") == 1536 << 20
     assert says("echo '[N/A]'") is says("exit 9") is None
     monkeypatch.setenv("PATH", "/nowhere")
-    assert machine.device_memory() is None
+    assert bench_stress.device_memory() is None

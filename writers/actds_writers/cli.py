@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 import actds
 from actds.cli.command import ResultCommand, SettingsCommand
@@ -316,29 +315,21 @@ PLAN_EXAMPLES = """\b
 Examples:
   actds plan --model models/small --hooks resid_post:10,20 --prefill-rate 9000 --decode-rate 1000
   actds plan --d-model 4096 --layers 32 --profile acts --measure /data --burst 4:10 --json
-  actds plan --model models/small --hooks resid_post:10 --probes 100 --measure
 """
 
 
-@click.command(cls=SettingsCommand, settings=_model("PlanOptions"), epilog=PLAN_EXAMPLES)
+@click.command(cls=SettingsCommand, settings=_model("PlanSettings"), epilog=PLAN_EXAMPLES)
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON (actds.plan 1).")
 def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
     """Size a harvest: bytes per second at every stage, disk, rings, memory.
 
     Shows which stage saturates first, and what a disk stall costs under each overflow policy.
-    Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the mean load,
-    or rows were lost under --stress. With --probes it says instead what linear probes cost.
+    Sizes for the burst, not for the mean. Exits with 1 when a stage cannot carry the mean load.
     """
     from actds.cli.command import envelope, print_json
-    from actds_writers.config import PlanSettings
     from actds_writers.engine_protocol import parse_words
 
-    given = {**settings, "engine_args": parse_words(engine_args)}
-    if settings["probes"] is not None:
-        _say_probes(given, as_json=as_json)
-        return
-    _refuse_others(PlanSettings, "--probes N beside it")
-    result = actds.plan(**{name: given[name] for name in PlanSettings.model_fields})
+    result = actds.plan(engine_args=parse_words(engine_args), **settings)
     if result.profile is not None:
         _say_profile(result.profile)
     if result.measured:
@@ -350,43 +341,6 @@ def plan(as_json: bool, engine_args: tuple[str, ...], **settings: Any) -> None:
         click.echo("\n".join(result.lines()))
     if not result.fits:
         click.get_current_context().exit(1)
-
-
-def _say_probes(given: dict[str, Any], *, as_json: bool) -> None:
-    """Print what probes cost.
-
-    Raises:
-        ActdsError: E009 for an option of sizing beside them; as ``probe_cost``.
-    """
-    from actds.cli.command import envelope, print_json
-    from actds.errors import ActdsError
-    from actds_writers.config import ProbeSettings
-
-    _refuse_others(ProbeSettings, "no --probes beside it")
-    if given["model"] is None:
-        expected = "a model folder with config.json and weights"
-        raise ActdsError("E009", "--model", got="no model folder", expected=expected)
-    questions = {name: given[name] for name in ProbeSettings.model_fields}
-    questions["batches"] = questions["batches"] or ProbeSettings.model_fields["batches"].default
-    cost = actds.probe_cost(progress=lambda line: click.echo(line, err=True), **questions)
-    if as_json:
-        print_json(envelope("plan", cost.as_json()))
-    else:
-        click.echo("\n".join(cost.lines()))
-
-
-def _refuse_others(settings: type[BaseModel], expected: str) -> None:
-    """Refuse options that were given and are not those of the question; raises E009."""
-    from actds.errors import ActdsError
-
-    context = click.get_current_context()
-    known = {*settings.model_fields, "as_json", "help"}
-    for param in context.command.get_params(context):
-        name = param.name or ""
-        source = context.get_parameter_source(name)
-        if name not in known and source is ParameterSource.COMMANDLINE:
-            got = "an option of the other question of this command"
-            raise ActdsError("E009", param.opts[0], got=got, expected=expected)
 
 
 def _say_profile(profile: Profile) -> None:

@@ -668,21 +668,11 @@ class PlanSettings(ModelSettings):
     measure: Folder | None = Field(
         default=None,
         description="Measure on this machine, in FOLDER, by default the current one: the rates "
-        "that are not given, writing until that of the disk is sustained; with --probes, decode "
-        "steps of the engine with and without them",
+        "that are not given, writing until that of the disk is sustained",
         json_schema_extra={"metavar": "[FOLDER]", "flag_value": "."},
     )
     measure_seconds: Rate = Field(
         default=60.0, description="Seconds to write to the disk at most, with --measure"
-    )
-    stress: Folder | None = Field(
-        default=None,
-        description="Serve the model requests of random tokens and long-tailed lengths with the "
-        "sizes of the plan, into a dataset in FOLDER that is removed afterwards",
-        json_schema_extra={"metavar": "FOLDER"},
-    )
-    stress_seconds: Rate = Field(
-        default=60.0, description="Seconds to serve requests, with --stress"
     )
     engine: str = Field(default="vllm", description="Engine that runs the model")
     engine_args: dict[str, Any] = Field(
@@ -690,47 +680,6 @@ class PlanSettings(ModelSettings):
         description="Option of the engine, may be repeated: stages, replicas and asynchronous "
         "scheduling change what is needed",
         json_schema_extra={"option": "--engine-arg", "metavar": "KEY=VALUE"},
-    )
-
-
-MAX_PROBES = 1_000_000
-
-
-class ProbeSettings(ModelSettings):
-    """Probes whose cost is asked for: the options of ``actds plan --probes``."""
-
-    model: Folder = Field(description="Model folder with config.json and weights")
-    probes: Annotated[int, Field(ge=1, le=MAX_PROBES)] = Field(
-        description="Say instead what N linear probes at each hook cost a generated token",
-        json_schema_extra={"metavar": "N"},
-    )
-    hooks: str = Field(default="resid_post:all", description="Hooks, as in actds write")
-    context: Annotated[int, Field(ge=1)] = Field(
-        default=1024, description="With --probes: positions that a generated token attends to"
-    )
-    batches: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(strict=False)] = Field(
-        default=(1, 8, 32),
-        description="With --probes: requests that decode together, may be repeated. "
-        "Default: 1, 8 and 32",
-        json_schema_extra={"option": "--batch", "metavar": "N"},
-    )
-    # Of fewer, the median has no interval of 95 %.
-    rounds: Annotated[int, Field(ge=5)] = Field(
-        default=8, description="With --probes and --measure: times that each variant is timed"
-    )
-    measure: Folder | None = _as_in(PlanSettings, "measure")
-    engine: str = _as_in(PlanSettings, "engine")
-    engine_args: dict[str, Any] = _as_in(PlanSettings, "engine_args")
-
-
-class PlanOptions(ProbeSettings, PlanSettings):
-    """The options of ``actds plan``: those of a harvest, and those of probes."""
-
-    model: Folder | None = _as_in(PlanSettings, "model")  # type: ignore[assignment]
-    probes: Annotated[int, Field(ge=1, le=MAX_PROBES)] | None = Field(  # type: ignore[assignment]
-        default=None,
-        description=ProbeSettings.model_fields["probes"].description,
-        json_schema_extra={"metavar": "N"},
     )
 
 

@@ -149,8 +149,7 @@ OptionsT = TypeVar("OptionsT", bound=EngineOptions)
 class EngineKind(ABC, Generic[OptionsT]):
     """An engine before it runs: the object that an entry point names.
 
-    Only ``start`` imports the engine itself. What not every engine can do stands beside its user:
-    ``harvest.probe_cost.TimesProbes``.
+    Only ``start`` imports the engine itself.
     """
 
     name: ClassVar[str]

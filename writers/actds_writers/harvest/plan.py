@@ -27,11 +27,9 @@ from actds_writers.engine_protocol import find_engine
 from actds_writers.harvest.machine import (
     DEFAULTS,
     DiskRates,
-    StressResult,
     measure,
     rates_of,
     shared_with,
-    stress,
 )
 from actds_writers.harvest.nodes import Nodes, nodes_of
 from actds_writers.ipc.messages import HookSpec
@@ -155,14 +153,12 @@ class PlanResult:
     profile: Profile | None
     disk: DiskRates | None = None
     shared: tuple[str, ...] = ()
-    stress: StressResult | None = None
     stages: tuple[tuple[int, range], ...] = ()
     nodes: Nodes | None = None
 
     @property
     def fits(self) -> bool:
-        stressed = self.stress and self.stress.dropped
-        return self.capacity.fits and not stressed and (self.nodes is None or self.nodes.fits)
+        return self.capacity.fits and (self.nodes is None or self.nodes.fits)
 
     @property
     def command(self) -> list[str]:
@@ -219,7 +215,6 @@ class PlanResult:
             "",
             *_stalls(needs),
             "",
-            *([*itertools.starmap(_line, self.stress.lines()), ""] if self.stress else []),
             *_folded(self.command),
         ]
         return lines
@@ -299,7 +294,6 @@ class PlanResult:
             "rates": {name: asdict(rate) for name, rate in self.rates.items()},
             "measured_disk": self.disk and asdict(self.disk),
             "shares_drive_with": list(self.shared),
-            "stress": self.stress and _with(self.stress, "tokens_per_s"),
             "n_threads": needs.sizes.n_threads,
             "bottleneck": needs.bottleneck.name,
             "fits_mean": needs.fits,
@@ -462,12 +456,11 @@ def plan(**settings: Any) -> PlanResult:
         parts=[Geometry.of(of_stage, inputs.readouts) for _, _, of_stage in stages],
         n_replicas=n_replicas,
     )
-    stressed = None if inputs.stress is None else stress(inputs, needs.sizes)
     places = tuple((number, layers) for number, layers, _ in stages)
+    together = nodes_of(inputs, needs)
     return PlanResult(
-        inputs, needs, rates, measured, overhead, profile, disk, shared, stressed, places,
-        nodes_of(inputs, needs),
-    )  # fmt: skip
+        inputs, needs, rates, measured, overhead, profile, disk, shared, places, together
+    )
 
 
 def _hook_specs(settings: PlanSettings) -> tuple[tuple[HookSpec, ...], int]:

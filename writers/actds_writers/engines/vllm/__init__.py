@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from multiprocessing import resource_tracker, spawn
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -51,7 +51,6 @@ from actds_writers.engines.vllm.options import (
 from actds_writers.ipc.link import ENVIRONMENT, Link
 
 if TYPE_CHECKING:
-    from actds_writers.harvest.probe_cost import Timing, TimingTask
     from actds_writers.sampling import Regime
 
 _REFUSAL = "VLLMClientError"
@@ -351,14 +350,6 @@ class Vllm(EngineKind[VllmOptions]):
         given = options.model_fields_set.intersection(_KV_FROM_OUTSIDE)
         changes = {"enable_prefix_caching": False, **dict.fromkeys(given)}
         return super().alone(options).model_copy(update=changes)
-
-    def time_probes(self, task: TimingTask, progress: Callable[[str], None]) -> Timing:
-        """Return decode steps with and without probes, as ``harvest.probe_cost.TimesProbes``."""
-        from actds_writers.engines.vllm import probe_timing
-
-        task = probe_timing.with_step_options(task)
-        self.checked(task.engine_args)
-        return probe_timing.time_probes(task, VllmEngine, progress)
 
     def adapter_sha256(self, options: VllmOptions) -> str | None:
         return adapter_sha256(str(read_adapter(options.lora).folder)) if options.lora else None

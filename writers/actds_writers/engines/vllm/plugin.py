@@ -549,25 +549,6 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
     return side
 
 
-def follow(engine_core: Any, link: Link) -> tuple[Any, Any]:
-    """Hook the model of an engine that is up, eager and in this process; return both sides.
-
-    Of several harvests that follow one engine, ``hand_to`` says whose its requests are.
-    """
-    from actds_writers.engines.vllm.worker import WorkerCapture
-
-    _attach(link)
-    capture = WorkerCapture(worker_of(engine_core), link)
-    _closers.append(capture.close)
-    capture.is_set_up = True
-    return capture, _scheduler_side(engine_core.scheduler, link)
-
-
-def hand_to(engine_core: Any, sides: tuple[Any, Any]) -> None:
-    """Let both sides of a harvest, or twice ``None``, account for an engine without requests."""
-    worker_of(engine_core)._actds, engine_core.scheduler._actds = sides
-
-
 def worker_of(engine_core: Any) -> Any:
     return engine_core.model_executor.driver_worker.worker
 

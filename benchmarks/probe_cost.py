@@ -1,34 +1,21 @@
-"""The command ``actds plan --probes``: what linear probes cost a generated token."""
+"""What linear probes cost a generated token: operations and bytes on paper, the line through timed
+steps, and the report. ``bench_probes.py`` asks."""
 
 from __future__ import annotations
 
 import math
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
+from model_weights import Attention, Weights
 
-from actds.errors import ActdsError
-from actds.format.arrays import DTYPES
-from actds.format.readouts import DEFAULT_PROJECTIONS, MAX_WIDTH
 from actds.text import counted, format_nbytes
-from actds_writers.capture.hooks import hook_specs, parse_hooks
-from actds_writers.config import MIB, ProbeSettings, keywords_of
-from actds_writers.engine_protocol import find_engine
 from actds_writers.ipc.messages import HookSpec
-from actds_writers.model_folder import (
-    Attention,
-    Weights,
-    computed_dtype,
-    model_config,
-    read_weights,
-)
-from actds_writers.sizing import Geometry, Sizes, free_nbytes, memory_bound
 
 Way = Literal["none", "again", "packed", "naive"]
 """``none``: the engine alone. ``again``: the same, once more, which shows what noise is.
@@ -328,18 +315,12 @@ def log_bars(bars: Mapping[str, float], width: int = WIDTH) -> list[str]:
 
 
 LABEL = 9
-STEP_ROWS, SHARD_ROWS = 2048, 65_536
-"""Sizes for which memory is checked before an engine starts."""
-MAX_NAIVE = 2048
-"""Naive probes at all hooks that are timed; what more of them cost is on their line."""
-N_NAIVE_COUNTS = (0, 16)
 
 
 @dataclass(frozen=True)
 class ProbeCost:
     """What probes cost."""
 
-    settings: ProbeSettings
     hooks: tuple[HookSpec, ...]
     arithmetic: ProbeArithmetic
     fits: tuple[ProbeFit, ...] = ()
@@ -427,123 +408,7 @@ class ProbeCost:
 _CLOCKS: dict[Clock, str] = {"wall": "by the clock", "cpu": "CPU time"}
 
 
-@keywords_of(ProbeSettings)
-def probe_cost(
-    *, progress: Callable[[str], None] = lambda line: None, **settings: Any
-) -> ProbeCost:
-    """Return what linear probes cost a generated token, on paper and, if asked, by the clock.
-
-    Args:
-        settings: the fields of ``ProbeSettings``, options of ``actds plan``.
-
-    Raises:
-        ActdsError: E005 no model, E007 unknown hook, E009 a bad setting or weights that cannot be
-            counted, E012 an engine whose steps cannot be timed, E015 hooks of several widths,
-            E504 an engine that does not start.
-
-    Example:
-        >>> found = actds.probe_cost(model="models/small", probes=100, hooks="resid_post:10")
-        >>> f"{found.arithmetic.ratio:.1e}"
-        '3.4e-04'
-    """
-    question = ProbeSettings.of(settings)
-    kind = find_engine(question.engine)
-    kind.options(question.engine_args)
-    config = model_config(question.model)
-    computed = computed_dtype(config)
-    places = parse_hooks(question.hooks, int(config["num_hidden_layers"]))
-    hooks = hook_specs(places, config, computed)
-    batches = tuple(dict.fromkeys(question.batches)) or (1,)
-    arithmetic = ProbeArithmetic(
-        question.probes,
-        [hook.d_model for hook in hooks],
-        read_weights(question.model),
-        Attention.of(config, question.context, DTYPES[computed].itemsize),
-        question.context,
-        batches,
-    )
-    if question.measure is None:
-        return ProbeCost(question, hooks, arithmetic)
-    task = _task(question, hooks, batches)
-    if not hasattr(kind, "time_probes"):
-        got = f"{kind.name}: its steps are not timed"
-        raise ActdsError("E012", "engine", got=got, expected="vllm")
-    timer: TimesProbes = kind
-    _require_memory(task)
-    with tempfile.TemporaryDirectory(
-        prefix=".actds-probes-", dir=question.measure, ignore_cleanup_errors=True
-    ) as folder:
-        timing = timer.time_probes(replace(task, folder=Path(folder)), progress)
-    return fitted(question, hooks, arithmetic, timing)
-
-
-class TimesProbes(Protocol):
-    """What an ``EngineKind`` has besides, if decode steps of its engine can be timed."""
-
-    def time_probes(self, task: TimingTask, progress: Callable[[str], None]) -> Timing:
-        """Return the decode steps of every arm, batch and round.
-
-        Raises:
-            ActdsError: E009, E012 an option with which steps cannot be timed; E504 an engine that
-                does not start or dies.
-        """
-
-
-def _task(
-    settings: ProbeSettings, hooks: tuple[HookSpec, ...], batches: tuple[int, ...]
-) -> TimingTask:
-    assert settings.measure is not None
-    if not settings.measure.is_dir():
-        got, expected = f"{settings.measure}: no such folder", "a folder for datasets"
-        raise ActdsError("E009", "measure", got=got, expected=expected)
-    if settings.probes > MAX_WIDTH:
-        expected = f"at most {MAX_WIDTH:,} a hook, which a dataset can store"
-        raise ActdsError("E009", "probes", got=f"{settings.probes:,}", expected=expected)
-    widths = sorted({hook.d_model for hook in hooks})
-    if len(widths) > 1:
-        got = f"hooks of {' and '.join(map(str, widths))} channels"
-        raise ActdsError("E015", "hooks", got=got, expected="hooks of one width")
-    largest = max(1, min(settings.probes, MAX_NAIVE // len(hooks)))
-    naive = sorted({n for n in N_NAIVE_COUNTS if n < largest} | {largest})
-    eager = settings.engine_args.get("enforce_eager") is True
-    arms = [Arm("none"), Arm("again")]
-    arms += [Arm("packed", n) for n in counts_timed(settings.probes, restarts=not eager)]
-    arms += [Arm("naive", n) for n in naive]
-    return TimingTask(
-        model=settings.model,
-        engine_args=settings.engine_args,
-        hooks=hooks,
-        arms=tuple(arms),
-        batches=batches,
-        n_rounds=settings.rounds,
-        folder=settings.measure,
-    )
-
-
-def _require_memory(task: TimingTask) -> None:
-    """Refuse more probes than main memory has room for; raises E009."""
-    given = task.engine_args.get("max_num_batched_tokens")
-    step_rows = given if isinstance(given, int) else STEP_ROWS
-    each = []
-    for arm in task.arms:
-        if arm.way == "packed":
-            geometry = Geometry.of(task.hooks, 1 + DEFAULT_PROJECTIONS + arm.n_probes)
-            rows = min(SHARD_ROWS, max(1, SHARD_NBYTES // geometry.row_nbytes))
-            each.append(memory_bound(geometry, Sizes(step_rows, rows, RING_MIB * MIB)).nbytes)
-    # An eager engine has all of them at once.
-    needed = sum(each) if task.is_eager else max(each)
-    free = free_nbytes()
-    if needed > free:
-        got = f"{format_nbytes(needed)} for the probes, and {format_nbytes(free)} free"
-        raise ActdsError("E009", "probes", got=got, expected="fewer probes, or fewer hooks")
-
-
-def fitted(
-    settings: ProbeSettings,
-    hooks: tuple[HookSpec, ...],
-    arithmetic: ProbeArithmetic,
-    timing: Timing,
-) -> ProbeCost:
+def fitted(hooks: tuple[HookSpec, ...], arithmetic: ProbeArithmetic, timing: Timing) -> ProbeCost:
     # On a GPU the engine's process waits for it, and its CPU time is not what a step takes.
     clocks: tuple[Clock, ...] = ("wall", "cpu") if timing.facts["device"] == "cpu" else ("wall",)
     ways: tuple[Way, ...] = ("packed", "naive")
@@ -551,7 +416,7 @@ def fitted(
         fit(timing.timed, way, batch, clock)
         for clock, batch, way in product(clocks, arithmetic.batches, ways)
     )
-    return ProbeCost(settings, hooks, arithmetic, fits, timing.facts)
+    return ProbeCost(hooks, arithmetic, fits, timing.facts)
 
 
 def _line(label: str, words: str) -> str:

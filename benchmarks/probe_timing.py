@@ -1,6 +1,6 @@
 """Decode steps of a vLLM engine, timed with and without probes.
 
-    python -m actds_writers.engines.vllm.probe_timing < TASK
+    python benchmarks/probe_timing.py < SESSION
 
 runs one engine in a process of its own and reports the median step of each round. Packed probes are
 those of ``actds write --probes``: the capture op, the readouts' lane, and a writer that stores rows
@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from probe_cost import RING_MIB, SHARD_NBYTES, Arm, Timed, Timing, TimingTask
 
 from actds.errors import ActdsError
 from actds_writers.capture.hooks import plan_readouts
@@ -34,12 +35,14 @@ from actds_writers.capture.op import find_taps, watch_tap
 from actds_writers.capture.taps import StreamForm, Tap
 from actds_writers.config import WriterSettings, WriteSettings
 from actds_writers.engine_protocol import OPTION, refused
-from actds_writers.engines.vllm import plugin
-from actds_writers.engines.vllm.options import DRAFTS, VllmOptions
+from actds_writers.engines.vllm import VLLM, VllmEngine, plugin
+from actds_writers.engines.vllm.check import check_hooks
+from actds_writers.engines.vllm.options import DRAFTS, VERIFIED, VllmOptions
 from actds_writers.engines.vllm.runner import Dispatch, loaded_model
+from actds_writers.engines.vllm.worker import WorkerCapture
 from actds_writers.harvest.prepare import Plan, hold, make_plan
-from actds_writers.harvest.probe_cost import RING_MIB, SHARD_NBYTES, Arm, Timed, Timing, TimingTask
 from actds_writers.harvest.processes import Pipeline
+from actds_writers.ipc.link import Link
 from actds_writers.sizing import Geometry, rows_per_shard
 
 PROMPT_TOKENS, N_STEPS, N_UNTIMED = 16, 16, 4
@@ -60,12 +63,10 @@ class Session:
     """What one engine times.
 
     Args:
-        start: starts the engine, with a link or without: the class ``VllmEngine``.
         eager: whether arms are put in and taken out; else there is one, in the graph.
         first_round: number of its first round.
     """
 
-    start: Callable[..., Any]
     task: TimingTask
     eager: bool
     first_round: int = 0
@@ -103,12 +104,17 @@ def with_step_options(task: TimingTask) -> TimingTask:
     return replace(task, engine_args={**usual, **given, "sampling_params": sampling})
 
 
-def time_probes(
-    task: TimingTask, start: Callable[..., Any], progress: Callable[[str], None]
-) -> Timing:
+def time_probes(task: TimingTask, progress: Callable[[str], None]) -> Timing:
+    """Return the decode steps of every arm, batch and round.
+
+    Raises E009 or E012 for an option with which steps cannot be timed, E504 for an engine that does
+    not start or dies.
+    """
+    task = with_step_options(task)
+    VLLM.checked(task.engine_args)
     timed: list[Timed] = []
     facts: dict[str, str] = {}
-    for session in sessions(task, start):
+    for session in sessions(task):
         beside = session.eager and not task.is_eager  # for naive hooks
         if not session.eager:
             (arm,) = session.task.arms
@@ -123,9 +129,9 @@ def time_probes(
     return Timing(tuple(timed), facts)
 
 
-def sessions(task: TimingTask, start: Callable[..., Any]) -> Iterator[Session]:
+def sessions(task: TimingTask) -> Iterator[Session]:
     if task.is_eager:
-        yield Session(start, task, eager=True)
+        yield Session(task, eager=True)
         return
     naive = tuple(arm for arm in task.arms if arm.way == "naive")
     separate: list[tuple[Arm, ...]] = [(arm,) for arm in task.arms if arm.way != "naive"]
@@ -136,15 +142,15 @@ def sessions(task: TimingTask, start: Callable[..., Any]) -> Iterator[Session]:
         for arms in order:
             part = replace(task, arms=arms, n_rounds=1)
             if arms is naive:
-                yield Session(start, replace(part, engine_args=eager_args), True, number)
+                yield Session(replace(part, engine_args=eager_args), True, number)
             else:
-                yield Session(start, part, False, number)
+                yield Session(part, False, number)
 
 
 def _run(session: Session) -> Iterator[Any]:
     """Yield what the process of a session reports."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "actds_writers.engines.vllm.probe_timing"],
+        [sys.executable, __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
@@ -188,7 +194,7 @@ class _Bench:
             (arm,) = session.task.arms
             if arm.way == "packed":
                 link = self._pipeline(arm).link
-        self.engine = session.start(
+        self.engine = VllmEngine(
             session.task.model, self._options, link, temperature=0.0, seed=session.task.seed
         )
         stack.callback(self._end)
@@ -201,7 +207,7 @@ class _Bench:
     def put_in(self, arm: Arm) -> None:
         if arm in self._states:
             self._states[arm].restore()
-            plugin.hand_to(self.core, self._sides.get(arm, (None, None)))
+            _hand_to(self.core, self._sides.get(arm, (None, None)))
 
     def step_seconds(self, arm: Arm, batch: int, key: str) -> tuple[float, float]:
         """Serve a batch of requests; return the medians of its decode steps: wall and CPU."""
@@ -253,9 +259,6 @@ class _Bench:
         )
 
     def _install(self) -> None:
-        from actds_writers.engines.vllm.check import check_hooks
-        from actds_writers.engines.vllm.options import VERIFIED
-
         worker = plugin.worker_of(self.core)
         model = loaded_model(worker.model_runner)
         alone = ModelState.of(model)
@@ -263,7 +266,7 @@ class _Bench:
         is_checked = False
         for arm in self._task.arms:
             if arm.way == "packed":
-                capture, side = plugin.follow(self.core, self._pipeline(arm).link)
+                capture, side = _follow(self.core, self._pipeline(arm).link)
                 self._sides[arm] = (capture, side)
                 if not is_checked:
                     capture.check(
@@ -280,7 +283,7 @@ class _Bench:
                 )
             self._states[arm] = ModelState.of(model)
             alone.restore()
-        plugin.hand_to(self.core, (None, None))
+        _hand_to(self.core, (None, None))
 
     def _pipeline(self, arm: Arm) -> Pipeline:
         out = self._task.folder / f"acts-{arm.n_probes}-{time.monotonic_ns()}"
@@ -339,6 +342,23 @@ class _Bench:
         self.engine.shutdown()
         for pipeline in self._pipelines.values():
             pipeline.finish("finished")
+
+
+def _follow(engine_core: Any, link: Link) -> tuple[Any, Any]:
+    """Hook the model of an engine that is up, eager and in this process; return both sides.
+
+    Of several harvests that follow one engine, ``_hand_to`` says whose its requests are.
+    """
+    plugin._attach(link)
+    capture = WorkerCapture(plugin.worker_of(engine_core), link)
+    plugin._closers.append(capture.close)
+    capture.is_set_up = True
+    return capture, plugin._scheduler_side(engine_core.scheduler, link)
+
+
+def _hand_to(engine_core: Any, sides: tuple[Any, Any]) -> None:
+    """Let both sides of a harvest, or twice ``None``, account for an engine without requests."""
+    plugin.worker_of(engine_core)._actds, engine_core.scheduler._actds = sides
 
 
 class ModelState:
@@ -455,6 +475,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from actds_writers.engines.vllm.probe_timing import main as run
+    from probe_timing import main as run  # the module whose Session was pickled
 
     run()
