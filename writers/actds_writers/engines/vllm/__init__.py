@@ -38,12 +38,14 @@ from actds_writers.engines.vllm.options import (
     OWNED,
     OWNED_PARAMS,
     REFUSED,
+    SECOND_ENGINE,
     Adapter,
     VllmOptions,
     adapter_sha256,
     admit,
     argument_names,
     graph_key,
+    nodes,
     read_adapter,
     refuse_options,
     refuse_unread,
@@ -338,6 +340,12 @@ class Vllm(EngineKind[VllmOptions]):
         """Return the ranks of one engine, each of which has a device."""
         tensor = options.arguments().get("tensor_parallel_size") or 1
         return int(tensor) * (options.pipeline_parallel_size or 1)
+
+    def require_one_node(self, options: VllmOptions, what: str) -> None:
+        if (n := nodes(options.arguments())) > 1:
+            raise refused(
+                f"{OPTION} nnodes", f"{n}, and {what}: {SECOND_ENGINE}", "one or the other"
+            )
 
     def of_replica(self, options: VllmOptions, number: int) -> VllmOptions:
         devices = _devices(options.arguments(), number)
