@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,12 +25,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actds.dataset.ledger import read_ledger
-from actds.dataset.reading import read_genesis
+import actds
 from actds.explore.dataset import Dataset
-from actds.store import open_store
 from actds_testing import harvest as h
-from actds_testing.server import LAUNCH
+from actds_testing.server import LAUNCH, Server
 from actds_testing.tiny import make_random_model
 from actds_testing.warm_engine import WarmEngine
 
@@ -39,6 +39,7 @@ OPTIONS = ("--hooks", "resid_post:all;q:1;z:2;resid_mid:1", "--max-tokens", "6",
            "--attention-share", "1.0")  # fmt: skip
 ENGINE = {"dtype": "float32", "block_size": 32, "max_model_len": 512, "enforce_eager": True,
           "max_num_batched_tokens": 64, "max_num_seqs": 8, "tensor_parallel_size": 2}  # fmt: skip
+REACHED = {"VLLM_HOST_IP": HEAD, "GLOO_SOCKET_IFNAME": "actds-n0"}
 IMPATIENT = "from actds_writers.engines.vllm import runner; runner.NODES_TIMEOUT_S = 4"
 
 
@@ -82,8 +83,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prefix = "a shared beginning that fills three blocks of the prefix cache " * 2
-    records = [{"id": f"t{i}", "prompt": f"{prefix}and number {i} " + "x" * (11 * i)}
-               for i in range(8)]  # fmt: skip
+    names = ("t", "up")
+    records = [
+        {"id": f"{names[i % 2]}{i}", "prompt": f"{prefix}and number {i} " + "x" * (11 * i)}
+        for i in range(8)
+    ]
     return h.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", records)
 
 
@@ -93,7 +97,7 @@ def edits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("edits")
     np.save(folder / "v.npy", np.random.default_rng(0).normal(size=64).astype(np.float32))
     edit = {"hook": "resid_mid.1", "op": "add", "vector": "v.npy", "strength": 2.5}
-    item = {"name": "up", "edits": [edit], "requests": [f"id t{i}" for i in (1, 3, 5, 7)]}
+    item = {"name": "up", "edits": [edit], "requests": ["id up*"]}
     path = folder / "edits.json"
     path.write_text(json.dumps({"schema": "actds.interventions/1", "interventions": [item]}))
     return path
@@ -109,6 +113,15 @@ def head_args(port: int, **options: Any) -> tuple[str, ...]:
     return engine_args(**joined, **options)
 
 
+def serve_words(**options: Any) -> list[str]:
+    """Return the engine's options as those of ``vllm serve``."""
+    words: list[str] = []
+    for name, value in {**ENGINE, **options}.items():
+        option = f"--{name.replace('_', '-')}"
+        words += [option] if value is True else [option, str(value)]
+    return words
+
+
 class Node:
     """The second node of an engine: the command that a user starts there, in the background."""
 
@@ -116,22 +129,22 @@ class Node:
         self, elsewhere: WarmEngine, model: Path, port: int, *, told: bool = True, **options: Any
     ) -> None:
         words = ["serve", "--model", str(model), "--headless", "--nnodes", "2", "--node-rank", "1",
-                 "--master-addr", HEAD, "--master-port", str(port)]  # fmt: skip
-        for name, value in {**ENGINE, **options}.items():
-            option = f"--{name.replace('_', '-')}"
-            words += [option] if value is True else [option, str(value)]
+                 "--master-addr", HEAD, "--master-port", str(port), *serve_words(**options)]  # fmt: skip
         if told:
             words += ["--additional-config", '{"actds": {}}']
         # What the command line of the CPU build asks for, it has to have where workers fork, too.
         self.ended: subprocess.CompletedProcess[str] | None = None
         own = h.environment(ACTDS_FORK_WORKERS="1", VLLM_HOST_IP=OTHER,
                             GLOO_SOCKET_IFNAME="actds-n1", VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
-        self._run = lambda: elsewhere.run(["-c", f"{IMPATIENT}\n{LAUNCH}", *words], own, 300)
+        self._run = lambda: elsewhere.run(["-c", f"{IMPATIENT}\n{LAUNCH}", *words], own, 80)
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
 
     def _work(self) -> None:
-        self.ended = self._run()
+        try:
+            self.ended = self._run()
+        except subprocess.TimeoutExpired as late:
+            print(late.stdout, late.stderr)
 
     def end(self) -> subprocess.CompletedProcess[str]:
         self._thread.join(330)
@@ -148,19 +161,20 @@ def free_port() -> Iterator[int]:
 
 
 def head(out: Path, model: Path, prompts: Path, *options: str, patch: str = "") -> Any:
-    reached = {"VLLM_HOST_IP": HEAD, "GLOO_SOCKET_IFNAME": "actds-n0"}
-    return h.run_forked(out, model, prompts, *options, patch=patch, **reached)
+    return h.run_forked(out, model, prompts, *options, patch=patch, **REACHED)
 
 
 def both(
     elsewhere: WarmEngine, out: Path, model: Path, prompts: Path, *options: str,
-    other: dict[str, Any] | None = None, other_model: Path | None = None, told: bool = True,
+    other: dict[str, Any] | None = None, ours: dict[str, Any] | None = None, other_model: Path | None = None, told: bool = True,
 ) -> tuple[Any, Any]:  # fmt: skip
     """Run a harvest over two nodes to its end; return what the first and the second node said."""
     with free_port() as port:
         node = Node(elsewhere, other_model or model, port, told=told, **(other or {}))
-        done = head(out, model, prompts, *options, *head_args(port), patch=IMPATIENT)
-        if not told:  # a plain vLLM, which waits for its first node for ever
+        done = head(
+            out, model, prompts, *options, *head_args(port, **(ours or {})), patch=IMPATIENT
+        )
+        if done.returncode and not told:  # a plain vLLM, which waits for its first node for ever
             end_all(elsewhere)
         return done, node.end()
 
@@ -186,6 +200,99 @@ def test_rows_of_ranks_on_two_nodes_are_those_of_one(
     assert record.fields["serving.nodes"].value == 2
     compare(two, one)
     h.compare_attention(two, one)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        pytest.param({"told": False}, "E506 nodes: .*nothing of rank 1 of another node", id="plain"),
+        pytest.param({"other": {"max_num_seqs": 4}},
+                     "E012 nodes serving.max_num_seqs: 4 at rank 1 on far-node; expected 8",
+                     id="option"),
+        pytest.param({"other_model": True}, "E012 nodes weights: .* at rank 1 on far-node",
+                     id="weights"),
+    ],
+)  # fmt: skip
+def test_a_node_that_is_not_as_the_first_is_refused_before_weights_are_loaded(
+    other: dict[str, Any], said: str, elsewhere: WarmEngine, model: Path, prompts: Path,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    if "other_model" in other:
+        from safetensors.numpy import load_file, save_file
+
+        copy = shutil.copytree(model, tmp_path / "tiny")
+        (weights,) = copy.glob("*.safetensors")
+        save_file({name: 1.01 * rows for name, rows in load_file(weights).items()}, weights)
+        other = {"other_model": copy}
+    done, node = both(elsewhere, tmp_path / "acts", model, prompts, *OPTIONS, **other)
+    assert done.returncode and re.search(said, done.stderr), f"{done.stderr}\n{node.stderr}"
+    assert not (tmp_path / "acts").exists()
+
+
+def test_a_node_that_dies_ends_the_run_and_what_was_committed_is_there_when_it_resumes(
+    elsewhere: WarmEngine, model: Path, tmp_path: Path
+) -> None:
+    out, n = tmp_path / "acts", 40
+    records = [{"id": f"m{i}", "prompt": f"number {i} " * 9} for i in range(n)]
+    prompts = h.write_prompts(tmp_path / "p.jsonl", records)
+    options = ("--hooks", "resid_post:1,3;z:1", "--max-tokens", "24", "--rows-per-shard", "64")
+    ended: list[Any] = []
+    with free_port() as port:
+        node = Node(elsewhere, model, port, max_num_seqs=2)
+        words = (*options, *head_args(port, max_num_seqs=2))
+        harvest = threading.Thread(target=lambda: ended.append(head(out, model, prompts, *words)))
+        harvest.start()
+        deadline = time.monotonic() + 300
+        while len(list(out.glob("shards/*/shard.json"))) < 2:
+            assert harvest.is_alive() and time.monotonic() < deadline, ended
+            time.sleep(0.1)
+        end_all(elsewhere)
+        harvest.join()
+    print(ended[0].returncode, ended[0].stderr)
+    assert ended[0].returncode and re.search(r"E5\d\d", ended[0].stderr), ended[0].stderr
+    assert node.end().returncode
+    first = h.validated(out)
+    kept = {
+        r["external_id"]
+        for r in first.requests(run=True).to_pylist()
+        if r["finish_reason"] == "length"
+    }
+    assert first.n_rows and len(kept) < n
+    done, _ = both(elsewhere, out, model, prompts, *options, "--resume", other={"max_num_seqs": 2},
+                   ours={"max_num_seqs": 2})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    dataset = h.validated(out)
+    served = Counter(
+        r["external_id"]
+        for r in dataset.requests(run=True).to_pylist()
+        if r["finish_reason"] == "length"
+    )
+    assert served == Counter(f"m{i}" for i in range(n))
+    assert len(dataset.runs) == 2 and dataset.catalog.is_sealed
+
+
+def test_a_server_over_two_nodes_is_captured(
+    elsewhere: WarmEngine, model: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "acts"
+    capture = {"out": str(out), "hooks": "resid_post:all;z:1", "rows_per_shard": 64}
+    with free_port() as port:
+        words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", HEAD]
+        words += ["--master-port", str(port), *serve_words()]
+        node = Node(elsewhere, model, port, load_format="dummy")
+        server = Server(model, tmp_path / "log", capture, *words, ACTDS_FORK_WORKERS="1", **REACHED)
+        try:
+            for text in ("one two three", "a longer prompt of more words than that"):
+                server.post("/v1/completions", {"prompt": text, "max_tokens": 8, "temperature": 0})
+            assert server.stop() == 0, server.log.read_text()
+        finally:
+            server.kill()
+        node.end()
+    actds.seal(out)
+    dataset = h.validated(out)
+    assert len(dataset.requests()) == 2 and dataset.n_rows
+    (record,) = dataset.runs.values()
+    assert record.fields["serving.nodes"].value == 2
 
 
 def compare(ours: Dataset, theirs: Dataset) -> None:

@@ -305,7 +305,8 @@ class Vllm(EngineKind[VllmOptions]):
                 words = "a parameter that actds write sets itself"
                 raise bad_option(f"{_SAMPLING}.{key}", words, OWNED_PARAMS[key])
         # Replicas of a dense model are engines of their own: see replicas and of_replica.
-        refuse_options({key: v for key, v in given.items() if key != "data_parallel_size"})
+        apart = {"data_parallel_size"} if nodes(given) == 1 else set()
+        refuse_options({key: v for key, v in given.items() if key not in apart})
         return super().options(given)
 
     def checked(self, given: Mapping[str, object]) -> VllmOptions:

@@ -452,7 +452,7 @@ def refuse_options(options: Mapping[str, object], place: str = OPTION) -> None:
             for a ``speculative_config`` is its method.
         place: what the error names before the option.
     """
-    rules = [*REFUSED.items(), *(OVER_NODES.items() if nodes(options) > 1 else ())]
+    rules = [*(OVER_NODES.items() if nodes(options) > 1 else ()), *REFUSED.items()]
     for key, rule in rules:
         value = options.get(key)
         if isinstance(value, Mapping):

@@ -383,6 +383,9 @@ def agreed(worker: Any) -> dict[str, str]:
     runner, config = worker.model_runner, worker.vllm_config
     readers = {**_numerics(runner, config), **_model(runner, config), **_serving(config, (0, 1))}
     del readers["model.name"]
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
+    # Every rank samples for itself: with another seed, other tokens than the first.
+    readers |= {"seed": lambda: config.model_config.seed, "speculative tokens": lambda: drafts}
     values = {"vllm": installed(), "actds": __version__}
     for name, read in readers.items():
         with contextlib.suppress(Exception):  # not known before the model is loaded
