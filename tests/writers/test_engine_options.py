@@ -158,7 +158,7 @@ def test_a_second_engine_beside_one_over_nodes_is_refused(
         "prompts": "p",
         "hooks": "resid_post:1",
     }
-    with pytest.raises(ActdsError, match="E012 engine_args nnodes: 2, and (canary|executor): "):
+    with pytest.raises(ActdsError, match=r"E012 engine_args nnodes: 2, and (canary|executor): "):
         actds.write(**settings, engine_args={"nnodes": 2}, **what)
 
 
