@@ -67,6 +67,7 @@ def elsewhere() -> Iterator[WarmEngine]:
         script = 'hostname far-node; mount -t tmpfs none /dev/shm; exec "$@"'
         within = ("ip", "netns", "exec", SPACE, "unshare", "--uts", "--ipc", "--mount",
                   "sh", "-c", script, "sh")  # fmt: skip
+        h.warm_engine()  # both import vLLM at the same time
         engine = WarmEngine(h.environment(), within)
         yield engine
         engine.close()
@@ -137,7 +138,7 @@ class Node:
         self.ended: subprocess.CompletedProcess[str] | None = None
         own = h.environment(ACTDS_FORK_WORKERS="1", VLLM_HOST_IP=OTHER,
                             GLOO_SOCKET_IFNAME="actds-n1", VLLM_LOGGING_LEVEL="INFO")  # fmt: skip
-        self._run = lambda: elsewhere.run(["-c", f"{IMPATIENT}\n{LAUNCH}", *words], own, 80)
+        self._run = lambda: elsewhere.run(["-c", f"{IMPATIENT}\n{LAUNCH}", *words], own, 400)
         self._thread = threading.Thread(target=self._work)
         self._thread.start()
 
@@ -148,7 +149,7 @@ class Node:
             print(late.stdout, late.stderr)
 
     def end(self) -> subprocess.CompletedProcess[str]:
-        self._thread.join(330)
+        self._thread.join(430)
         assert self.ended is not None
         return self.ended
 

@@ -85,7 +85,7 @@ def test_a_rank_with_another_option_is_refused_with_its_name(link: Link, told: l
 
 
 def test_a_rank_that_never_asks_is_named(link: Link, told: list[Any]) -> None:
-    with pytest.raises(ActdsError, match=r"(?s)E506 nodes: .*nothing of rank 1 .*additional-conf"):
+    with pytest.raises(ActdsError, match=r"(?s)E506 nodes: .*nothing of rank 1 .*additional_conf"):
         runner.tell(link, SimpleNamespace(nnodes=2), ALIKE)
 
 

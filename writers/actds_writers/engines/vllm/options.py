@@ -415,7 +415,7 @@ REFUSED: Mapping[str, Refused] = {
 
 OVER_NODES: Mapping[str, Refused] = {
     "node_rank": Refused(
-        (None, 0), "capture is of the first node; the others run vllm serve --headless"
+        (None, 0), "capture is of the first node; the others run vLLM without one"
     ),
     "pipeline_parallel_size": Refused(
         (None, 1), "the ring of a stage is in the memory of its node, and no writer is there"
