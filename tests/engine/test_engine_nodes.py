@@ -191,7 +191,7 @@ def end_all(elsewhere: WarmEngine) -> None:
     ("options", "eager", "least"),
     [
         pytest.param((*OPTIONS, "--intervene", "EDITS"), True, 1400, id="edits, attention"),
-        pytest.param((*OPTIONS[:6], "--entropy", *DRAWN), False, 60, id="compiled, drawn"),
+        pytest.param((*OPTIONS[:6], "--entropy", *DRAWN), False, 20, id="compiled, drawn"),
     ],
 )
 def test_rows_of_ranks_on_two_nodes_are_those_of_one(
@@ -290,7 +290,8 @@ def test_a_server_over_two_nodes_is_captured(
     capture = {"out": str(out), "hooks": "resid_post:all;z:1", "rows_per_shard": 64}
     with free_port() as port:
         words = ["--nnodes", "2", "--node-rank", "0", "--master-addr", HEAD]
-        words += ["--master-port", str(port), *serve_words(load_format="auto")]
+        words += ["--master-port", str(port), "--shutdown-timeout", "120"]
+        words += serve_words(load_format="auto")
         node = Node(elsewhere, model, port, load_format="auto")
         server = Server(model, tmp_path / "log", capture, *words, ACTDS_FORK_WORKERS="1", **REACHED)
         try:

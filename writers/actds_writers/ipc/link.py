@@ -317,8 +317,8 @@ class Link:
 
     def far(self, interventions_path: str | None) -> Link:
         """Return the link of a worker on another machine: what to run, and nobody to speak to."""
-        paths = {"probes_path": None, "interventions_path": interventions_path}
-        return replace(self, folder="", key="", profile_path=None, **paths)
+        link = replace(self, folder="", key="", probes_path=None, profile_path=None)
+        return replace(link, interventions_path=interventions_path)
 
     @property
     def is_near(self) -> bool:
