@@ -178,8 +178,8 @@ def _ask(store: Any, key: str, who: str) -> str:
             "E506",
             "nodes",
             got=f"{one_line(error, 100)}: nothing of {who}",
-            expected="actds on every node, and its key in additional_config",
-            next_step="Give each further node the key actds in additional_config: {}.",
+            expected="a rank that joins the harvest",
+            next_step='Give each further node the plugin, and additional_config {"actds": {}}.',
         ) from None
 
 
