@@ -79,7 +79,7 @@ def with_step_options(task: TimingTask) -> TimingTask:
     """
     given = dict(task.engine_args)
     longest = max(task.batches)
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"):
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"):
         if given.get(name) not in (None, 1):
             got, expected = f"{given[name]}: the steps of one worker are timed", "1"
             raise refused(f"{OPTION} {name}", got, expected)

@@ -27,11 +27,12 @@ class WarmEngine:
 
     Args:
         environment: what the process and its libraries are started with.
+        within: command that runs it, such as ``ip netns exec NAME``.
     """
 
-    def __init__(self, environment: dict[str, str]) -> None:
+    def __init__(self, environment: dict[str, str], within: Sequence[str] = ()) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "actds_testing.warm_engine"],
+            [*within, sys.executable, "-m", "actds_testing.warm_engine"],
             env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -58,6 +59,11 @@ class WarmEngine:
         if code is None:
             raise subprocess.TimeoutExpired(list(arguments), timeout, *said)
         return subprocess.CompletedProcess(list(arguments), code, *said)
+
+    @property
+    def pid(self) -> int:
+        """Return the id of the process, whose children are the commands."""
+        return self._process.pid
 
     def close(self) -> None:
         """End the process."""

@@ -3,14 +3,17 @@ from __future__ import annotations
 import ast
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import actds
 from actds.errors import ActdsError
 from actds_writers.engine_protocol import engine_names, find_engine
 from actds_writers.engines import vllm as vllm_engine
 from actds_writers.engines.vllm import VLLM
 from actds_writers.engines.vllm.options import (
+    OVER_NODES,
     OWNED,
     REFUSED,
     VllmOptions,
@@ -19,7 +22,8 @@ from actds_writers.engines.vllm.options import (
 )
 
 KNOWN = frozenset({"max_model_len", "enforce_eager", "dtype", "hf_overrides", "swap", "load_format",
-                   "async_scheduling", "spec_model"})  # fmt: skip
+                   "async_scheduling", "spec_model", "nnodes", "node_rank",
+                   "tensor_parallel_size"})  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +134,34 @@ def test_kv_that_no_model_computed_is_refused() -> None:
         assert "made-up values" in error.got
 
 
+@pytest.mark.parametrize(
+    "item",
+    ["pipeline_parallel_size=2", "data_parallel_size=2", "node_rank=1",
+     "distributed_executor_backend=uni", "distributed_executor_backend=ray"],
+)  # fmt: skip
+def test_what_the_first_of_several_nodes_cannot_account_for_is_refused(item: str) -> None:
+    over = ("nnodes=2", "tensor_parallel_size=4")
+    error = refusal(*over, item)
+    key = item.split("=")[0]
+    assert (error.code, error.place) == ("E012", f"engine_args {key}")
+    assert OVER_NODES[key].reason in error.got
+    parse(*over, "node_rank=0", "distributed_executor_backend=mp")
+
+
+@pytest.mark.parametrize("what", [{"canary": "4"}, {"executor": "ray"}])
+def test_a_second_engine_beside_one_over_nodes_is_refused(
+    what: dict[str, Any], tmp_path: Path
+) -> None:
+    settings = {
+        "out": str(tmp_path / "acts"),
+        "model": "m",
+        "prompts": "p",
+        "hooks": "resid_post:1",
+    }
+    with pytest.raises(ActdsError, match=r"E012 engine_args nnodes: 2, and (canary|executor): "):
+        actds.write(**settings, engine_args={"nnodes": 2}, **what)
+
+
 def test_harmless_value_of_a_refused_option_passes() -> None:
     items = ["data_parallel_size=1", "async_scheduling=true", "spec_method=ngram"]
     assert parse(*items, 'speculative_config={"method": "ngram"}') == {
@@ -164,7 +196,7 @@ def test_every_option_that_has_a_rule_is_one_that_vllm_takes() -> None:
     classes = ast.parse(source.read_text(encoding="utf-8")).body
     engine_args = next(n for n in classes if isinstance(n, ast.ClassDef) and n.name == "EngineArgs")
     names = {ast.unparse(n.target) for n in engine_args.body if isinstance(n, ast.AnnAssign)}
-    assert set(REFUSED) | set(OWNED) <= names
+    assert set(REFUSED) | set(OVER_NODES) | set(OWNED) <= names
 
 
 def test_an_engine_that_nobody_registers_is_refused_with_the_nearest_name() -> None:

@@ -339,7 +339,8 @@ def engine_config(**parallel: Any) -> SimpleNamespace:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(
             **{
-                "data_parallel_size": 1, "pipeline_parallel_size": 1, "nnodes": 1,
+                "data_parallel_size": 1, "data_parallel_index": 0, "pipeline_parallel_size": 1,
+                "nnodes": 1,
                 "prefill_context_parallel_size": 1, "decode_context_parallel_size": 1,
                 "enable_hc_sp": False, "distributed_executor_backend": "mp", "enable_dbo": False,
                 "ubatch_size": 0, "worker_cls": "vllm.v1.worker.gpu_worker.Worker", **parallel,
@@ -366,6 +367,10 @@ def test_refuses_an_engine_whose_steps_cannot_be_accounted_for(
     ):  # fmt: skip
         with pytest.raises(ActdsError, match=f"E012 engine option {option}"):
             serving.refuse(engine_config(**{option: value}), check=True)
+    serving.refuse(engine_config(nnodes=2), check=True)
+    for option in ("pipeline_parallel_size", "data_parallel_size"):
+        with pytest.raises(ActdsError, match=f"E012 engine option {option}: 2: .*node"):
+            serving.refuse(engine_config(nnodes=2, **{option: 2}), check=True)
     drafting = engine_config()
     drafting.speculative_config = SimpleNamespace(method="ngram")
     serving.refuse(drafting, check=True)

@@ -228,6 +228,9 @@ class EngineKind(ABC, Generic[OptionsT]):
         """Return how many devices one engine takes, where it computes on devices."""
         return 1
 
+    def require_one_node(self, options: OptionsT, what: str) -> None:
+        """Raise E012 where the options start ranks on other nodes, which ``what`` cannot have."""
+
     def of_replica(self, options: OptionsT, number: int) -> OptionsT:
         """Return the options of one of several replicas, by its number."""
         return options

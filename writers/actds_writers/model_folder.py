@@ -168,6 +168,9 @@ def generation_eos(model: Path) -> list[int]:
     return [eos] if isinstance(eos, int) else [int(token) for token in eos or []]
 
 
+N_SAMPLES, SAMPLE_NBYTES = 64, 4096
+
+
 def weights_sha256(model: Path) -> str | None:
     """Return the SHA-256 over the sorted 'name sha256' lines of the weight files, if any.
 
@@ -176,6 +179,19 @@ def weights_sha256(model: Path) -> str | None:
     paths = sorted(model.glob("*.safetensors")) + sorted(model.glob("*.bin"))
     lines = "".join(f"{path.name} {file_sha256(path)}\n" for path in paths)
     return hashlib.sha256(lines.encode()).hexdigest() if paths else None
+
+
+def weights_sample(model: Path) -> str:
+    """Return the SHA-256 of names, sizes and some bytes of the weight files: a hint of others."""
+    digest = hashlib.sha256()
+    for path in (*sorted(model.glob("*.safetensors")), *sorted(model.glob("*.bin"))):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for k in range(N_SAMPLES):
+                file.seek(size * k // N_SAMPLES)
+                digest.update(file.read(SAMPLE_NBYTES))
+    return digest.hexdigest()
 
 
 def missing_weights(model: Path) -> str | None:

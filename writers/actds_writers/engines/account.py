@@ -205,8 +205,9 @@ def reporting_failure(link: Link) -> Iterator[None]:
     try:
         yield
     except ActdsError as error:
-        with link.connect("writer", "worker") as writer:
-            writer.send(error)
+        if link.is_near:
+            with link.connect("writer", "worker") as writer:
+                writer.send(error)
         raise
 
 

@@ -116,6 +116,9 @@ def harvest(
     engine = kind.checked(settings.engine_args)
     engine = kind.alone(engine) if alone else engine
     n_replicas = kind.replicas(engine)
+    for what in ("canary", "executor"):
+        if getattr(settings, what) is not None:
+            kind.require_one_node(engine, what)
     if settings.executor is not None and n_replicas > 1:
         got = f"{n_replicas} replicas on one machine, and a cluster"
         raise ActdsError("E009", "executor", got=got, expected="engines=N")

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -315,11 +315,24 @@ class Link:
         """
         return not self.live or self.settings.overflow == "block" or self.settings.reserves
 
+    def far(self, interventions_path: str | None) -> Link:
+        """Return the link of a worker on another machine: what to run, and nobody to speak to."""
+        link = replace(self, folder="", key="", probes_path=None, profile_path=None)
+        return replace(link, interventions_path=interventions_path)
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the processes of the harvest are on this machine, with the memory of its ring."""
+        return bool(self.folder) and Path(self.folder).is_dir()
+
     @classmethod
     def from_environment(cls) -> Link | None:
         text = os.environ.get(ENVIRONMENT)
-        if not text:
-            return None
+        return cls.of(text) if text else None
+
+    @classmethod
+    def of(cls, text: str) -> Link:
+        """Return the link that ``to_environment`` has written."""
         fields = json.loads(text)
         fields["settings"] = HarvestSettings.model_validate_json(json.dumps(fields["settings"]))
         number, n_replicas = fields["replica"]
@@ -365,6 +378,8 @@ class Link:
 
     def note(self, words: str) -> None:
         """Say what an engine does while it starts; ``notes`` hands it to who waits for that."""
+        if not self.folder:
+            return
         with suppress(OSError), open(self._notes, "a", encoding="utf-8") as file:
             file.write(f"{words}\n")
 

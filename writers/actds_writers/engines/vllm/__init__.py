@@ -38,12 +38,14 @@ from actds_writers.engines.vllm.options import (
     OWNED,
     OWNED_PARAMS,
     REFUSED,
+    SECOND_ENGINE,
     Adapter,
     VllmOptions,
     adapter_sha256,
     admit,
     argument_names,
     graph_key,
+    nodes,
     read_adapter,
     refuse_options,
     refuse_unread,
@@ -302,7 +304,8 @@ class Vllm(EngineKind[VllmOptions]):
                 words = "a parameter that actds write sets itself"
                 raise bad_option(f"{_SAMPLING}.{key}", words, OWNED_PARAMS[key])
         # Replicas of a dense model are engines of their own: see replicas and of_replica.
-        refuse_options({key: v for key, v in given.items() if key != "data_parallel_size"})
+        apart = {"data_parallel_size"} if nodes(given) == 1 else set()
+        refuse_options({key: v for key, v in given.items() if key not in apart})
         return super().options(given)
 
     def checked(self, given: Mapping[str, object]) -> VllmOptions:
@@ -337,6 +340,12 @@ class Vllm(EngineKind[VllmOptions]):
         """Return the ranks of one engine, each of which has a device."""
         tensor = options.arguments().get("tensor_parallel_size") or 1
         return int(tensor) * (options.pipeline_parallel_size or 1)
+
+    def require_one_node(self, options: VllmOptions, what: str) -> None:
+        if (n := nodes(options.arguments())) > 1:
+            raise refused(
+                f"{OPTION} nnodes", f"{n}, and {what}: {SECOND_ENGINE}", "one or the other"
+            )
 
     def of_replica(self, options: VllmOptions, number: int) -> VllmOptions:
         devices = _devices(options.arguments(), number)

@@ -144,8 +144,8 @@ SEAMS: dict[str, str] = {
     "max_concurrent_batches lora_config diffusion_config ec_transfer_config",
     "config/parallel.py ParallelConfig": "tensor_parallel_size pipeline_parallel_size "
     "prefill_context_parallel_size decode_context_parallel_size data_parallel_size "
-    "data_parallel_index world_size nnodes distributed_executor_backend worker_cls enable_dbo "
-    "ubatch_size",
+    "data_parallel_index world_size nnodes node_rank distributed_executor_backend worker_cls "
+    "enable_dbo ubatch_size",
     "config/cache.py CacheConfig": "kv_sharing_fast_prefill num_gpu_blocks block_size",
     "config/model.py ModelConfig": "enable_prompt_embeds runner_type enforce_eager hf_text_config "
     "get_hidden_size get_vocab_size max_model_len",
@@ -382,9 +382,9 @@ REFUSED: Mapping[str, Refused] = {
     "prefill_context_parallel_size": Refused((None, 1), _SPLIT),
     "decode_context_parallel_size": Refused((None, 1), _SPLIT),
     "enable_hc_sp": Refused((None, False), _SPLIT),
-    "nnodes": Refused((None, 1), "the writer reaches only workers on one machine"),
     "distributed_executor_backend": Refused(
-        (None, "mp", "uni"), "the writer reaches only worker processes that vLLM starts here"
+        (None, "mp", "uni"),
+        "of workers that another program places nobody knows whether their machine is the writer's",
     ),
     "speculative_config": Refused((None, *DRAFTED_BY), _SPECULATION),
     "spec_method": Refused((None, *DRAFTED_BY), _SPECULATION),
@@ -413,11 +413,33 @@ REFUSED: Mapping[str, Refused] = {
 }
 """Options that are refused with E012, and why."""
 
+OVER_NODES: Mapping[str, Refused] = {
+    "node_rank": Refused(
+        (None, 0), "capture is of the first node; the others run vLLM without one"
+    ),
+    "pipeline_parallel_size": Refused(
+        (None, 1), "the ring of a stage is in the memory of its node, and no writer is there"
+    ),
+    "data_parallel_size": Refused(
+        (None, 1), "replicas over nodes were never tested; give each its nodes, and a part"
+    ),
+    "distributed_executor_backend": Refused(
+        (None, "mp"), "vLLM starts no workers for the other nodes"
+    ),
+}
+"""Options that are refused with E012 beside ``nnodes``, and why."""
+SECOND_ENGINE = "its other nodes have joined one engine, and a second one would wait for them"
 
 REFUSED_CONNECTORS: Mapping[str, str] = {
     "DecodeBenchConnector": "it fills KV blocks with made-up values, and rows follow from them"
 }
 """KV connectors that are refused with E012, and why."""
+
+
+def nodes(options: Mapping[str, object]) -> int:
+    """Return over how many nodes the ranks of one engine are."""
+    given = options.get("nnodes")
+    return given if isinstance(given, int) else 1
 
 
 def refuse_options(options: Mapping[str, object], place: str = OPTION) -> None:
@@ -430,7 +452,8 @@ def refuse_options(options: Mapping[str, object], place: str = OPTION) -> None:
             for a ``speculative_config`` is its method.
         place: what the error names before the option.
     """
-    for key, rule in REFUSED.items():
+    rules = [*(OVER_NODES.items() if nodes(options) > 1 else ()), *REFUSED.items()]
+    for key, rule in rules:
         value = options.get(key)
         if isinstance(value, Mapping):
             # vLLM's own default, if the name or type of the model says nothing else.

@@ -1,9 +1,10 @@
 """The vLLM plugin: loaded in every vLLM process, inactive outside a harvest.
 
 A process belongs to a harvest if ``actds write`` has set an environment variable for its engine, or
-if a server has the key ``actds`` in ``--additional-config``. Without the variable, two wrappers
+if a server has the key ``actds`` in ``--additional-config``. Without the variable, three wrappers
 look for that key, around the constructors of the engine's executor and of the front end's input
-processor; nothing else is imported or patched.
+processor, and where a worker of a further node loads its model; nothing else is imported or
+patched.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 EXECUTOR = "vllm.v1.executor.abstract"
 INPUTS = "vllm.v1.engine.input_processor"
+WORKER = "vllm.v1.worker.gpu_worker"
 log = logging.getLogger("vllm.actds")
 DRAIN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 60.0
@@ -60,6 +62,7 @@ def register() -> None:
     else:
         when_imported(EXECUTOR, _wrap_executor)
         when_imported(INPUTS, _wrap_inputs)
+        when_imported(WORKER, _wrap_further)
 
 
 def renew() -> None:
@@ -132,7 +135,7 @@ def _wrap_executor(module: Any) -> None:
     @wrap(module.Executor, "__init__")
     def initialising(init: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         additional = _additional(vllm_config)
-        if "actds" not in additional:
+        if "actds" not in additional or _is_further(vllm_config):
             init(self, vllm_config, *args, **kwargs)
             return
         live = _start_live(vllm_config, additional["actds"])
@@ -146,6 +149,30 @@ def _wrap_executor(module: Any) -> None:
 
         folder = Path(vllm_config.model_config.model)
         live.watch = WeightsWatch(self, folder, functools.partial(_give_up, "engine core"))
+
+
+def _is_further(vllm_config: Any) -> bool:
+    """Whether this is another node than that of the engine, its writer and its first rank."""
+    parallel = vllm_config.parallel_config
+    return bool(parallel.nnodes > 1 and parallel.node_rank > 0)
+
+
+def _wrap_further(module: Any) -> None:
+    """Let workers of further nodes ask the first rank for the harvest before they load weights."""
+
+    @wrap(module.Worker, "load_model")
+    def loading(load_model: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.vllm_config
+        if _link is not None or "actds" not in _additional(config) or not _is_further(config):
+            return load_model(self, *args, **kwargs)
+        from actds_writers.engines.vllm.options import graph_key
+        from actds_writers.engines.vllm.runner import join
+        from actds_writers.engines.vllm.worker import agreed
+
+        _attach(join(agreed(self)))
+        assert _link is not None
+        config.additional_config = {**config.additional_config, "actds": graph_key(_link)}
+        return self.load_model(*args, **kwargs)  # by the wrapper of a harvest
 
 
 def _additional(vllm_config: Any) -> dict[str, Any]:
@@ -258,8 +285,14 @@ def _wrap_worker() -> None:
     def loading(load_model: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         if _link is None:
             return load_model(self, *args, **kwargs)
-        from actds_writers.engines.vllm.runner import captures, loaded_model
-        from actds_writers.engines.vllm.worker import WorkerCapture, give_heads, steer
+        from actds_writers.engines.account import reporting_failure
+        from actds_writers.engines.vllm.runner import captures, loaded_model, require_near, tell
+        from actds_writers.engines.vllm.worker import WorkerCapture, agreed, give_heads, steer
+
+        with reporting_failure(_link):
+            require_near(_link)
+            if self.vllm_config.parallel_config.nnodes > 1:
+                tell(_link, self.vllm_config.parallel_config, agreed(self))
 
         _link.note("Loading the weights")
         result = load_model(self, *args, **kwargs)

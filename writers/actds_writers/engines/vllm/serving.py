@@ -446,6 +446,8 @@ def refuse(config: Any, *, check: bool) -> None:
         "decode_context_parallel_size": parallel.decode_context_parallel_size,
         "enable_hc_sp": getattr(parallel, "enable_hc_sp", None),  # since 0.29
         "nnodes": parallel.nnodes,
+        # Of one node: vLLM's own replicas are, and each has a writer.
+        "data_parallel_size": _replica(config)[1] if parallel.nnodes > 1 else 1,
         "distributed_executor_backend": backend if isinstance(backend, str | None) else "a class",
         "speculative_config": getattr(config.speculative_config, "method", None),
         "diffusion_config": config.diffusion_config,

@@ -5,6 +5,7 @@ After every forward it compares the rows with the schedule, and hands the step o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds.format import canonical, tables
+from actds.version import __version__
 from actds_writers.capture.attending import attention_hooks
 from actds_writers.capture.hooks import find_kind, raise_all
 from actds_writers.capture.op import Reading, install
@@ -45,7 +47,7 @@ from actds_writers.engines.vllm.steering import Steering
 from actds_writers.engines.vllm.weights import WeightsSample
 from actds_writers.ipc.link import Link
 from actds_writers.ipc.messages import Fact
-from actds_writers.model_folder import ModelFiles, local_folder_of, model_name
+from actds_writers.model_folder import ModelFiles, local_folder_of, model_name, weights_sample
 from actds_writers.provenance import Readers, batch_invariant, engine_facts, in_words
 from actds_writers.sampling import EVERYTHING, LeftOut
 from actds_writers.sizing import PADDING_ROWS
@@ -376,6 +378,22 @@ def observe(worker: Any, link: Link) -> tuple[Fact, ...]:
     )
 
 
+def agreed(worker: Any) -> dict[str, str]:
+    """Return what all ranks of one engine have to have alike, as far as it is known by now."""
+    runner, config = worker.model_runner, worker.vllm_config
+    readers = {**_numerics(runner, config), **_model(runner, config), **_serving(config, (0, 1))}
+    del readers["model.name"]
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", 0)
+    # Every rank samples for itself: with another seed, other tokens than the first.
+    readers |= {"seed": lambda: config.model_config.seed, "speculative tokens": lambda: drafts}
+    values = {"vllm": installed(), "actds": __version__}
+    for name, read in readers.items():
+        with contextlib.suppress(Exception):  # not known before the model is loaded
+            values[name] = str(read())
+    folder = model_files(config.model_config).weights
+    return {**values, "weights": weights_sample(folder) if folder.is_dir() else "unknown"}
+
+
 def model_files(model: Any) -> ModelFiles:
     """Return the folders of the files of a ``ModelConfig``, as far as they are on this machine."""
     weights = local_folder_of(str(model.model), model.revision)
@@ -490,6 +508,7 @@ def _serving(config: Any, replica: tuple[int, int]) -> Readers:
         "serving.max_num_seqs": lambda: int(scheduler.max_num_seqs),
         "serving.max_num_batched_tokens": lambda: int(scheduler.max_num_batched_tokens),
         "serving.tensor_parallel": lambda: int(parallel.tensor_parallel_size),
+        **({"serving.nodes": lambda: int(parallel.nnodes)} if parallel.nnodes > 1 else {}),
         "serving.pipeline_parallel": lambda: int(parallel.pipeline_parallel_size),
         # A replica of a dense model is an engine of its own, whose configuration says 1.
         "serving.data_parallel": lambda: replica[1] or None,
