@@ -13,12 +13,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
-
-from actds_testing.s3_server import BUCKET
+from actds_testing.s3_server import BUCKET, KEY
 
 PROGRAMS = ("ceph", "ceph-mon", "monmaptool", "ceph-osd", "radosgw", "radosgw-admin", "setpriv")
-KEY, SECRET = "actds", "actds-secret"
 START_TIMEOUT_S = 120
 # Nothing is replicated, nothing listens beyond the loopback, no key rings: a store for tests.
 SETTINGS = """
@@ -55,7 +52,7 @@ rgw run sync thread = false
 """
 
 
-def ceph_missing() -> str | None:
+def ceph_lacks() -> str | None:
     """Return which program of Ceph this machine lacks, None when it has all of them."""
     return next((name for name in PROGRAMS if shutil.which(name) is None), None)
 
@@ -68,7 +65,7 @@ def _free_port() -> int:
 
 @contextmanager
 def ceph(folder: Path) -> Iterator[int]:
-    """Yield the port of a gateway with one user, ``KEY`` and ``SECRET``, and one bucket.
+    """Yield the port of a gateway with the user of ``s3_environment`` and one bucket.
 
     Args:
         folder: where everything is kept; up to 10 GiB, and on a disk: it is opened with O_DIRECT.
@@ -114,21 +111,11 @@ def ceph(folder: Path) -> Iterator[int]:
         run("ceph", *common, "--connect-timeout", str(START_TIMEOUT_S), "osd", "new", osd)
         run("ceph-osd", *common, "-i", "0", "--mkfs", "--osd-uuid", osd)
         start("ceph-osd", "-i", "0")
-        user = ("--uid", "actds", "--display-name", "actds", "--access-key", KEY)
-        run("radosgw-admin", *common, "user", "create", *user, "--secret-key", SECRET)
+        user = ("--uid", "actds", "--display-name", "actds", "--access-key", KEY, "--secret-key", KEY)
+        run("radosgw-admin", *common, "user", "create", *user)
         start("radosgw", "-n", "client.rgw")
         _make_bucket(gateway)
         yield gateway
-
-
-def ceph_environment(patch: pytest.MonkeyPatch, port: int) -> None:
-    """Set the environment that a person would set for the gateway, and no other of its kind."""
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        patch.delenv(name)
-    patch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    patch.setenv("AWS_REGION", "us-east-1")
-    patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{port}")
 
 
 def _make_bucket(port: int) -> None:
@@ -140,7 +127,7 @@ def _make_bucket(port: int) -> None:
         endpoint_url=f"http://127.0.0.1:{port}",
         region_name="us-east-1",
         aws_access_key_id=KEY,
-        aws_secret_access_key=SECRET,
+        aws_secret_access_key=KEY,
     )
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
