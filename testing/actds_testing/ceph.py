@@ -17,6 +17,7 @@ from actds_testing.s3_server import BUCKET, KEY
 
 PROGRAMS = ("ceph", "ceph-mon", "monmaptool", "ceph-osd", "radosgw", "radosgw-admin", "setpriv")
 START_TIMEOUT_S = 120
+GATEWAY_LOG = "client.rgw.log"  # has a line for every request
 # Nothing is replicated, nothing listens beyond the loopback, no key rings: a store for tests.
 SETTINGS = """
 [global]
@@ -46,7 +47,7 @@ osd pool default pg num = 8
 osd pool default pg autoscale mode = off
 osd class update on start = false
 rgw data = {folder}/$name
-rgw frontends = beast endpoint=127.0.0.1:{gateway}
+rgw frontends = beast endpoint=127.0.0.1:{gateway} tcp_nodelay=1
 rgw enable usage log = false
 rgw run sync thread = false
 """

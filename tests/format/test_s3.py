@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from actds.publish.sealing import seal
 from actds.store import TEMPORARY, Store, file_sha256, open_for_writing, open_store
 from actds.store.s3 import S3Store
 from actds_testing.s3_server import SERVERS, Exchange, proxy
+from actds_testing.synthetic import make_dataset
 from actds_testing.synthetic_engine import (
     D_MODEL,
     GENERATED,
@@ -144,6 +146,49 @@ def test_documents_read_ahead_are_handed_out_once_and_errors_where_they_belong(r
     assert store.read("a/1", 100) == b"new"
 
 
+def test_what_is_read_ahead_waits_in_bounded_memory_whatever_the_order(
+    root: str, monkeypatch: Environment
+) -> None:
+    monkeypatch.setattr("actds.store.remote.AHEAD_NBYTES", 100)
+    store, other = open_store(root), open_store(root)
+    names = [f"a/{n:02d}" for n in range(40)]
+    for n, name in enumerate(names):
+        other.put_new(name, [b"%010d" % n])
+    other.put_new("a/large", [bytes(26)])  # more than a quarter
+    store.learn_sizes("a")
+    store.read_ahead([*names, "a/large"], None)
+    for n in [39, 20, *range(20), *range(21, 39)]:
+        assert len(store.ahead) <= 10 and "a/large" not in {path for path, _ in store.ahead}
+        assert store.read(names[n]) == b"%010d" % n
+    assert not store.ahead
+    assert store.read("a/large") == bytes(26)
+
+
+def test_a_seal_asks_for_many_tables_at_a_time(
+    root: str, server: int, monkeypatch: Environment, tmp_path: Path
+) -> None:
+    local = open_store(make_dataset(tmp_path / "dataset", rows_per_shard=8, sealed=False))
+    for path in local.list():
+        open_store(root).put_new(path, [local.read(path)])
+    at_once, lock, under_way, met = threading.Event(), threading.Lock(), [0], [0]
+
+    def wait(exchange: Exchange) -> None:
+        if exchange.method == "GET" and exchange.path.endswith("/tokens.parquet"):
+            with lock:
+                under_way[0] += 1
+                met[0] += 1
+                if under_way[0] == 4:
+                    at_once.set()
+            at_once.wait(20 if met[0] <= 4 else 0)  # one after the other: for the first ones only
+            with lock:
+                under_way[0] -= 1
+
+    with proxy(server, wait) as port:
+        point_to(monkeypatch, port)
+        seal(root)
+    assert at_once.is_set() and met[0] == len(list(tmp_path.glob("dataset/shards/*"))) > 8
+
+
 @pytest.mark.parametrize("path", ["../x", "a/../x", "a//b", "", "A", "a/.tmp-1", "a\n", "a%2fb"])
 def test_no_path_leaves_the_prefix(root: str, path: str) -> None:
     store = open_store(root)
@@ -168,6 +213,7 @@ for n in range(40):
         print(n, flush=True)
     except ActdsError as error:
         assert error.code == "E309", error
+    assert f"race/{n:02d}" in store.list("race"), "what was acknowledged is listed"
 """
 
 
