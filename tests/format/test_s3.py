@@ -170,23 +170,22 @@ def test_a_seal_asks_for_many_tables_at_a_time(
     local = open_store(make_dataset(tmp_path / "dataset", rows_per_shard=8, sealed=False))
     for path in local.list():
         open_store(root).put_new(path, [local.read(path)])
-    at_once, lock, under_way, met = threading.Event(), threading.Lock(), [0], [0]
+    fourth, asked = threading.Event(), list[str]()
+    early: list[bool] = []
 
     def wait(exchange: Exchange) -> None:
         if exchange.method == "GET" and exchange.path.endswith("/tokens.parquet"):
-            with lock:
-                under_way[0] += 1
-                met[0] += 1
-                if under_way[0] == 4:
-                    at_once.set()
-            at_once.wait(20 if met[0] <= 4 else 0)  # one after the other: for the first ones only
-            with lock:
-                under_way[0] -= 1
+            asked.append(exchange.path)
+            if len(asked) == 4:
+                fourth.set()
+            if exchange.path == asked[0]:
+                early.append(fourth.wait(20))
 
     with proxy(server, wait) as port:
         point_to(monkeypatch, port)
         seal(root)
-    assert at_once.is_set() and met[0] == len(list(tmp_path.glob("dataset/shards/*"))) > 8
+    assert early == [True], "the fourth table was asked for before the first one had come"
+    assert len(asked) == len(list(tmp_path.glob("dataset/shards/*"))) > 8
 
 
 @pytest.mark.parametrize("path", ["../x", "a/../x", "a//b", "", "A", "a/.tmp-1", "a\n", "a%2fb"])
