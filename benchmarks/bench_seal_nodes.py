@@ -129,14 +129,16 @@ def over_ceph(folder: Path, scratch: Path) -> dict[str, Any]:
         time.sleep(5)  # the log is written by a thread of its own
         with log.open(encoding="utf-8", errors="replace") as lines:
             lines.seek(before)
-            said = re.findall(r'"(GET|HEAD|PUT|POST|DELETE) (\S+) HTTP/1.1" (\d+) (\d+)', lines.read())
+            said = re.findall(
+                r'"(GET|HEAD|PUT|POST|DELETE) (\S+) HTTP/1.1" (\d+) (\d+)', lines.read()
+            )
     counts: Counter[str] = Counter()
     for method, path, status, _ in said:
         kind = "listing" if "list-type" in path else kind_of(path)
         counts[f"{method} {kind}" if status < "300" else f"{method} {kind}: {status}"] += 1
     nbytes = sum(int(n) for method, _, _, n in said if method == "GET")
-    return {"files": len(files), "put_s": put_s, "s3": spent, "requests": dict(sorted(counts.items())),
-            "n_requests": len(said), "bytes": {"GET": nbytes}}  # fmt: skip
+    about = {"files": len(files), "put_s": put_s, "s3": spent, "n_requests": len(said)}
+    return about | {"requests": dict(sorted(counts.items())), "bytes": {"GET": nbytes}}
 
 
 def measure(n_runs: int, n_shards: int, scratch: Path, server: str) -> dict[str, Any]:

@@ -104,7 +104,9 @@ def ceph(folder: Path) -> Iterator[int]:
             running.callback(_end, process)
 
         monmap = str(folder / "monmap")
-        run("monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{mon}]", monmap)
+        run(
+            "monmaptool", "--create", "--fsid", fsid, "--addv", "a", f"[v2:127.0.0.1:{mon}]", monmap
+        )
         for name in ("mon.a", "osd.0", "client.rgw"):
             (folder / name).mkdir()
         run("ceph-mon", *common, "--mkfs", "-i", "a", "--monmap", monmap)
@@ -112,7 +114,16 @@ def ceph(folder: Path) -> Iterator[int]:
         run("ceph", *common, "--connect-timeout", str(START_TIMEOUT_S), "osd", "new", osd)
         run("ceph-osd", *common, "-i", "0", "--mkfs", "--osd-uuid", osd)
         start("ceph-osd", "-i", "0")
-        user = ("--uid", "actds", "--display-name", "actds", "--access-key", KEY, "--secret-key", KEY)
+        user = (
+            "--uid",
+            "actds",
+            "--display-name",
+            "actds",
+            "--access-key",
+            KEY,
+            "--secret-key",
+            KEY,
+        )
         run("radosgw-admin", *common, "user", "create", *user)
         start("radosgw", "-n", "client.rgw")
         _make_bucket(gateway)
