@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 93_330,
+    "shipped lines": 93_351,
     "modules": 271,
     "modules with one importer": 49,
     "arguments of one function": 15,
