@@ -52,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test attack fuzz variants families versions consumers emulators test-all test-full lint docs generate lock bench bench-load calibrate crash gpu-wheels cuda gpu clean distclean
+.PHONY: help install demo check test attack fuzz variants families versions consumers emulators ceph test-all test-full lint docs generate lock bench bench-load calibrate crash gpu-wheels cuda gpu clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -126,6 +126,11 @@ fuzz: $(STAMP) ## fuzz every parser of a dataset: make fuzz MINUTES=60 takes tha
 
 emulators: ## install the emulator of Azure's blobs, of npm, for the tests of az:// (they are skipped without)
 	npm install --silent --no-fund --no-audit --prefix .venv-emulators azurite@3
+
+ceph: $(STAMP) ## (Debian, as root) install Ceph, and run the tests of object stores against its gateway (they are skipped without)
+	apt-get install --yes --no-install-recommends ceph-common ceph-mon ceph-osd radosgw
+	$(BIN)/python -m pytest -k ceph --durations=10 tests/format/test_s3.py tests/writers/test_s3_recover.py \
+	  tests/writers/test_parts.py $(TEST_ARGS)
 
 consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as trainers, array libraries and SQL read them (an environment of its own)
 	rm -rf $(CONSUMERS)/acts

@@ -1,9 +1,10 @@
 """What a seal costs by shards and runs: seconds, CPU, requests and bytes, in a folder and over S3.
 
-Real ledgers, shards and census tables of simulated runs; the S3-speaking server is behind a
-proxy that counts, and the seal is the command in a process of its own.
+Real ledgers, shards and census tables of simulated runs; the seal is the command in a process of
+its own. moto is behind a proxy that counts; a Ceph of one machine writes a log of its requests.
 
-    python benchmarks/bench_seal_nodes.py --shards 100 1000 10000 --runs 64
+    python benchmarks/bench_seal_nodes.py --shards 100 1000 --runs 64
+    python benchmarks/bench_seal_nodes.py --shards 10000 --runs 64 --server ceph
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,8 @@ import numpy as np
 import pytest
 from bench_puts import kind_of
 
+from actds.store import open_store
+from actds_testing.ceph import GATEWAY_LOG, ceph
 from actds_testing.s3_server import BUCKET, Exchange, proxy, s3_environment
 from actds_testing.schedules import Schedule, simulate
 from actds_testing.synthetic import make_dataset
@@ -109,7 +114,34 @@ def loaded_server(folder: Path) -> Iterator[int]:
         process.wait()
 
 
-def measure(n_runs: int, n_shards: int, scratch: Path, *, over_s3: bool) -> dict[str, Any]:
+def over_ceph(folder: Path, scratch: Path) -> dict[str, Any]:
+    """Put the files into a Ceph and seal them there; return what that took."""
+    with pytest.MonkeyPatch.context() as patch, ceph(scratch / "ceph") as port:
+        s3_environment(patch, port)
+        local, far, began = open_store(folder), open_store(f"s3://{BUCKET}/bench"), time.monotonic()
+        with ThreadPoolExecutor(16) as pool:
+            files = local.list()
+            list(pool.map(lambda path: far.put_new(path, [local.read(path)]), files))
+        put_s = round(time.monotonic() - began, 1)
+        log = scratch / "ceph" / GATEWAY_LOG
+        before = log.stat().st_size
+        spent = command("seal", f"s3://{BUCKET}/bench")
+        time.sleep(5)  # the log is written by a thread of its own
+        with log.open(encoding="utf-8", errors="replace") as lines:
+            lines.seek(before)
+            said = re.findall(
+                r'"(GET|HEAD|PUT|POST|DELETE) (\S+) HTTP/1.1" (\d+) (\d+)', lines.read()
+            )
+    counts: Counter[str] = Counter()
+    for method, path, status, _ in said:
+        kind = "listing" if "list-type" in path else kind_of(path)
+        counts[f"{method} {kind}" if status < "300" else f"{method} {kind}: {status}"] += 1
+    nbytes = sum(int(n) for method, _, _, n in said if method == "GET")
+    about = {"files": len(files), "put_s": put_s, "s3": spent, "n_requests": len(said)}
+    return about | {"requests": dict(sorted(counts.items())), "bytes": {"GET": nbytes}}
+
+
+def measure(n_runs: int, n_shards: int, scratch: Path, server: str) -> dict[str, Any]:
     folder = scratch / f"{n_shards}"
     is_there = folder.exists()
     made = len([*(folder / "shards").iterdir()]) if is_there else make(folder, n_runs, n_shards)
@@ -129,7 +161,9 @@ def measure(n_runs: int, n_shards: int, scratch: Path, *, over_s3: bool) -> dict
                 nbytes["GET"] += file.stat().st_size if file.is_file() else 0
 
     found: dict[str, Any] = {"runs": n_runs, "shards": made}
-    if over_s3:
+    if server == "ceph":
+        found |= over_ceph(folder, scratch)
+    elif server == "moto":
         with pytest.MonkeyPatch.context() as patch, loaded_server(folder) as port:
             with proxy(port, count) as front:
                 s3_environment(patch, front)
@@ -145,12 +179,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shards", type=int, nargs="+", default=[100, 1000, 10_000])
     parser.add_argument("--runs", type=int, default=64)
-    parser.add_argument("--no-s3", action="store_true")
+    parser.add_argument("--server", choices=["moto", "ceph", "none"], default="moto")
     parser.add_argument("--scratch", type=Path)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=given.scratch) as scratch:
         for n_shards in given.shards:
-            found = measure(given.runs, n_shards, Path(scratch), over_s3=not given.no_s3)
+            found = measure(given.runs, n_shards, Path(scratch), given.server)
             print(json.dumps(found), flush=True)
 
 

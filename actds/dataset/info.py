@@ -148,6 +148,7 @@ def describe(catalog: Catalog) -> Facts:
         ActdsError: a table cannot be read, see ``Catalog.table``.
     """
     genesis, seal, records = catalog.genesis, catalog.seal, read_records(catalog)
+    catalog.read_ahead(("drops", "stalls", "requests", "spans", "steps"))
     phases: Counter[str] = Counter()
     for row_set in {manifest.row_set_sha256: manifest for manifest in catalog.shards}.values():
         record = catalog.runs.get(row_set.run)

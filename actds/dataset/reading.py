@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -41,6 +41,7 @@ from actds.format.schema import (
     ShardManifest,
 )
 from actds.format.shard import (
+    TOKENS,
     Shard,
     check_sha256,
     data_files,
@@ -322,6 +323,15 @@ class Catalog:
         none = tables.empty(name)
         none = none if columns is None else none.select(columns)
         return pa.concat_tables([none, *(self._part(name, part, columns) for part in parts)])
+
+    def read_ahead(self, names: Iterable[TableName], *, tokens: bool = False) -> None:
+        """Begin to read what is asked for next: of each run these tables, then those of shards."""
+        names, paths = list(names), list[str]()
+        for run in self.runs_with_data:
+            paths += (part.file.path for name in names for part in self.parts.get((run, name), []))
+            for _, shards in self.row_sets(run) if tokens else []:
+                paths += (f"{layout.shard_dir(shard.name)}/{TOKENS}" for shard in shards)
+        self.store.read_ahead(paths, None)
 
     def file(self, path: str) -> bytes:
         """Return the bytes of a pinned file, when they are what was committed.

@@ -129,6 +129,7 @@ def sealed_catalog(
     check_provenance(catalog, Findings(strict=True), imported=imported)
     totals = dict.fromkeys(TOTALS, 0)
     multiplicity = [tables.empty("multiplicity")]
+    catalog.read_ahead((*CENSUS_TABLES, "drops"), tokens=True)
     for run in catalog.runs_with_data:
         if catalog.is_imported(run):
             totals["rows"] += sum(shard.n_rows for shard in catalog.row_sets(run)[0][1])

@@ -213,8 +213,8 @@ class Store(Protocol):
         """
         ...
 
-    def read_ahead(self, paths: Iterable[str], limit: int) -> None:
-        """Begin to read documents that are asked for next, with this limit, where that helps."""
+    def read_ahead(self, paths: Iterable[str], limit: int | None) -> None:
+        """Begin to read files that are asked for next, with this limit, where that helps."""
         return
 
     def open_file(self, path: str, sha256: str | None = None) -> StoredFile:

@@ -29,7 +29,7 @@ N_READERS = 16
 N_PARTS_AHEAD = 4
 
 LIKELY_NBYTES = 1 << 28  # of an object of unknown size: a table at most
-SMALL_NBYTES = 1 << 16  # of a document that may wait in memory until it is asked for
+AHEAD_NBYTES = 1 << 26  # of files that wait in memory until they are asked for
 WHOLE = "whole"  # the name of a whole file in a cache
 CHECK = "Set credentials, region and endpoint as the store wants them, then run it again."
 
@@ -72,7 +72,9 @@ class RemoteStore(Store):
         self._clients: dict[int, Any] = {}
         self._sizes: dict[str, int] = {}
         self._names: set[str] | None = None
-        self.ahead: dict[tuple[str, int | None], Future[bytes]] = {}
+        self.ahead: dict[tuple[str, int | None], tuple[Future[bytes], int]] = {}
+        self._coming: dict[tuple[str, int | None], int] = {}  # their sizes, in the order of need
+        self._waiting = 0  # bytes of those ahead
         self._pool: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._hashing: dict[str, threading.Lock] = {}  # by the digest of an object
@@ -130,7 +132,11 @@ class RemoteStore(Store):
         if self.cache is not None and sha256 is not None:
             return self._read_cached(self.cache, path, limit, sha256)
         begun = self.ahead.pop((path, limit), None)
-        return self._get(path, limit) if begun is None else begun.result()
+        if begun is None:
+            self._coming.pop((path, limit), None)
+            return self._get(path, limit)
+        self._begin(begun[1])
+        return begun[0].result()
 
     def _read_cached(self, cache: Cache, path: str, limit: int | None, sha256: str) -> bytes:
         kept = cache.get(sha256, WHOLE)
@@ -141,22 +147,43 @@ class RemoteStore(Store):
             cache.put(sha256, WHOLE, data)
         return data
 
-    def read_ahead(self, paths: Iterable[str], limit: int) -> None:
-        """Begin to read small documents, many at a time; ``read`` hands each of them out once.
+    def read_ahead(self, paths: Iterable[str], limit: int | None) -> None:
+        """Begin to read files, many at a time; ``read`` hands each of them out once.
 
         Args:
-            paths: paths in the dataset; those of no known or of a large size are left alone.
-            limit: the limit that ``read`` will be called with.
+            paths: paths in the dataset, in the order in which they are read; those of no known or
+                of a large size are left alone.
+            limit: the limit that ``read`` will be called with; None for files of known digest,
+                which are left alone where there is a cache.
         """
-        for begun in self.ahead.values():
+        for begun, _ in self.ahead.values():
             begun.cancel()
         self.ahead.clear()
+        self._coming.clear()
+        self._waiting = 0
+        if limit is None and self.cache is not None:
+            return
         wanted = list(paths)
         if not self.can_list:
             self.ask_sizes(wanted)
+        largest = min(AHEAD_NBYTES // 4, LIKELY_NBYTES if limit is None else limit)
         for path in wanted:
-            if self._sizes.get(path, LIKELY_NBYTES) <= SMALL_NBYTES:
-                self.ahead[path, limit] = self._threads().submit(self._get, path, limit)
+            nbytes = self._sizes.get(path, LIKELY_NBYTES)
+            if nbytes <= largest:
+                self._coming[path, limit] = nbytes
+        self._begin()
+
+    def _begin(self, freed: int = 0) -> None:
+        """Begin to read what comes next, as long as not too much waits."""
+        with self._lock:
+            self._waiting -= freed
+            while self._coming:
+                key, nbytes = next(iter(self._coming.items()))
+                if self._waiting + nbytes > AHEAD_NBYTES:
+                    return
+                del self._coming[key]
+                self._waiting += nbytes
+                self.ahead[key] = self._threads().submit(self._get, *key), nbytes
 
     def _threads(self) -> ThreadPoolExecutor:
         check_process(self.uri)

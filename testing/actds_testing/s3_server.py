@@ -18,6 +18,7 @@ import pytest
 
 START_TIMEOUT_S = 60
 BUCKET = "harvest"
+KEY = "test"  # and the secret of it, which moto does not compare and Ceph does
 SERVER = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -26,6 +27,11 @@ server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()
 """
+SERVERS = [
+    pytest.param("moto", marks=pytest.mark.standard),
+    pytest.param("ceph", marks=pytest.mark.full),
+]
+"""Of the fixture ``s3_port``, for tests that are run against each of them."""
 HOP_HEADERS = {"connection", "transfer-encoding", "keep-alive", "content-length"}
 
 Change = Callable[["Exchange"], None]
@@ -61,8 +67,8 @@ def s3_environment(patch: pytest.MonkeyPatch, port: int, host: str = "127.0.0.1"
     """Set the environment that a person would set for the server, and no other of its kind."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         patch.delenv(name)
-    patch.setenv("AWS_ACCESS_KEY_ID", "test")
-    patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    patch.setenv("AWS_ACCESS_KEY_ID", KEY)
+    patch.setenv("AWS_SECRET_ACCESS_KEY", KEY)
     patch.setenv("AWS_REGION", "us-east-1")
     patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
 

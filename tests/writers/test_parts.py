@@ -27,7 +27,6 @@ from actds_testing import harvest as h
 from actds_testing import toy
 from actds_writers.harvest.prepare import finished_of
 
-pytestmark = pytest.mark.standard
 N_PROMPTS = 25
 PROMPTS = [{"id": f"q{n}", "prompt": "all work and no play makes a dull toy"[: 2 + n]}
            for n in range(N_PROMPTS)]  # fmt: skip
@@ -56,12 +55,17 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return h.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", PROMPTS)
 
 
-@pytest.fixture(params=["folder", "s3"])
+STANDARD, FULL = pytest.mark.standard, pytest.mark.full
+FOLDER, S3 = (pytest.param(name, marks=STANDARD) for name in ("folder", "s3"))
+CEPH = pytest.param("ceph", marks=FULL)
+
+
+@pytest.fixture(params=[FOLDER, S3, CEPH])
 def out(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return where a dataset is to be, in a folder and on a store that speaks S3."""
+    """Return where a dataset is to be, in a folder and on stores that speak S3."""
     if request.param == "folder":
         return str(tmp_path / "acts")
-    root: str = request.getfixturevalue("s3_root")
+    root: str = request.getfixturevalue(f"{request.param}_root")
     return root
 
 
@@ -142,6 +146,7 @@ def test_three_at_a_time_are_one_dataset_after_one_was_killed_and_went_on(
         assert rows <= set(range(number - 1, N_PROMPTS, n_parts)) and n_parts == 3
 
 
+@STANDARD
 def test_seal_says_which_parts_are_missing_and_takes_them_later(
     tmp_path: Path, model: Path, prompts: Path
 ) -> None:
@@ -164,6 +169,7 @@ def test_seal_says_which_parts_are_missing_and_takes_them_later(
     assert "Every prompt of this part is finished" in again.stdout, again.stderr
 
 
+@STANDARD
 def test_what_parts_have_left_is_served_by_a_resume_of_all(
     tmp_path: Path, model: Path, prompts: Path
 ) -> None:
@@ -175,7 +181,7 @@ def test_what_parts_have_left_is_served_by_a_resume_of_all(
     assert "missing" not in sealed(out)
 
 
-@pytest.mark.parametrize("out", ["s3"], indirect=True)
+@pytest.mark.parametrize("out", [S3, CEPH], indirect=True)
 def test_a_part_has_one_run_at_a_time(out: str, model: Path, prompts: Path) -> None:
     slow = ("--engine-arg", "step_s=4")  # it does not end before a busy machine starts the second
     first = begin(out, model, prompts, "--part", "1/2", *slow, "--rows-per-shard", "4")
@@ -192,7 +198,7 @@ def test_a_part_has_one_run_at_a_time(out: str, model: Path, prompts: Path) -> N
     kill(first)
 
 
-@pytest.mark.parametrize("out", ["folder"], indirect=True)
+@pytest.mark.parametrize("out", [FOLDER, CEPH], indirect=True)
 def test_recover_takes_the_dead_and_leaves_the_living(out: str, model: Path, prompts: Path) -> None:
     small = ("--rows-per-shard", "4")
     dead, living = (begin(out, model, prompts, "--part", f"{k}/2", *SLOW, *small) for k in (1, 2))
@@ -214,6 +220,7 @@ def test_recover_takes_the_dead_and_leaves_the_living(out: str, model: Path, pro
     assert set(finished(dataset)) >= set(range(1, N_PROMPTS, 2))
 
 
+@STANDARD
 @pytest.mark.parametrize("part", ["0/3", "4/3", "3", "a/b", "1/0", "01/3"])
 def test_a_part_that_is_none_is_refused(part: str, model: Path, prompts: Path) -> None:
     with pytest.raises(ActdsError, match=r"E009.*part"):

@@ -25,13 +25,13 @@ from actds_testing.recovery import (
     prompts,
     shard_records,
 )
-from actds_testing.s3_server import BUCKET, s3_environment
+from actds_testing.s3_server import BUCKET, SERVERS, s3_environment
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.harvest.prepare import finished_rows
 from actds_writers.harvest.recover import recover
 from actds_writers.ipc.messages import ClientFacts
 
-pytestmark = pytest.mark.standard
+pytestmark = pytest.mark.parametrize("s3_port", SERVERS, indirect=True)
 
 
 if TYPE_CHECKING:
