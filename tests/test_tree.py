@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 92_415,
+    "shipped lines": 92_440,
     "modules": 272,
     "modules with one importer": 52,
     "arguments of one function": 15,
