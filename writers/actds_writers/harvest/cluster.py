@@ -438,10 +438,11 @@ class _Harvest:
                 node.handed += places
                 node.give(self._piece(places))
         idle = all(node.wants is not None and node.wants.n_left == 0 for node in working)
-        if idle and not waiting and not self._queue:
-            for node in working:
-                if node.wants is not None:
-                    node.give(Piece())
+        if idle and working and not waiting and not self._queue:
+            # One stays for the prompts of those that die before they have committed all of theirs.
+            last = max(working, key=lambda node: node.heard)
+            for node in [node for node in working if node is not last] or [last]:
+                node.give(Piece())
 
     def _piece(self, places: Sequence[int]) -> Piece:
         encoded = tuple(self._plan.encoded[place] for place in places)
