@@ -141,7 +141,22 @@ def sealed_catalog(
         multiplicity.append(result.multiplicity)
         for name in TOTALS:
             totals[name] += result.totals[name]
-    n = 1 if catalog.seal is None else catalog.seal.n + 1
+    try:
+        _put_seal(catalog, heads, totals, pa.concat_tables(multiplicity))
+    except ActdsError as error:
+        if error.code != "E309":
+            raise
+        catalog = Catalog.read(store, apart=apart)
+        if not catalog.is_sealed:  # else another process has just done it
+            raise
+    _put_beside(catalog)
+    return catalog
+
+
+def _put_seal(
+    catalog: Catalog, heads: dict[str, Head], totals: dict[str, int], multiplicity: pa.Table
+) -> None:
+    store, n = catalog.store, 1 if catalog.seal is None else catalog.seal.n + 1
     document = Seal(
         dataset=catalog.genesis.dataset,
         n=n,
@@ -151,13 +166,11 @@ def sealed_catalog(
         heads=heads,
         root=heads_root(heads),
         totals=totals,
-        multiplicity=_put_multiplicity(store, n, pa.concat_tables(multiplicity)),
+        multiplicity=_put_multiplicity(store, n, multiplicity),
     )
     data = schema.to_bytes(document)
     store.put_new(layout.seal_path(n), [data])
     catalog.add_seal(document, canonical.digest(data))
-    _put_beside(catalog)
-    return catalog
 
 
 def _put_beside(catalog: Catalog) -> None:

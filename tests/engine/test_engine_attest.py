@@ -47,6 +47,7 @@ def run(script: str, *words: object) -> subprocess.CompletedProcess[str]:
     return h.warm_engine().run(arguments, h.environment(**h.ONE_PROCESS), h.TIMEOUT_S)
 
 
+@pytest.mark.full
 def test_weights_of_4_bits_are_found_and_the_model_on_record_is_not_accused(
     tmp_path: Path,
 ) -> None:

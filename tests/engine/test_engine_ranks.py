@@ -271,6 +271,7 @@ def test_stages_of_two_tensor_parallel_ranks_write_each_row_once(
     assert compare(dataset, alone) > 400
 
 
+@pytest.mark.full
 def test_replicas_of_a_mixture_of_experts_are_refused(prompts: Path, tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", "mixtral", tokenizer=True)
     two = ("--engine-arg", "load_format=dummy", "--engine-arg", "data_parallel_size=2")

@@ -55,6 +55,7 @@ print(json.dumps([rows, refused]))
 """
 
 
+@pytest.mark.full
 def test_a_script_without_a_main_guard_in_an_event_loop_may_harvest_twice(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
     prompts = write_prompts(

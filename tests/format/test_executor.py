@@ -30,7 +30,12 @@ def square(n: int) -> int:
     return n * n
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.standard) for n in EXECUTORS])
+TIERS = {"ray": pytest.mark.full}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=TIERS.get(n, pytest.mark.standard)) for n in EXECUTORS]
+)
 def test_results_come_in_order_and_errors_as_they_are(name: ExecutorName) -> None:
     if name == "ray":
         ray = pytest.importorskip("ray", reason="needs the extra actds[ray]")

@@ -149,8 +149,13 @@ def test_indices_that_numpy_reads_otherwise_are_refused(path: Path, index: Any) 
     assert rows[[0, 1], 3].shape == (2,) and rows[:3, [3, 4]].shape == (3, 2)
 
 
-@pytest.mark.standard
-@pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.parametrize(
+    "context",
+    [
+        pytest.param("spawn", marks=pytest.mark.standard),
+        pytest.param("forkserver", marks=pytest.mark.full),
+    ],
+)
 def test_workers_that_are_started_anew_read_what_they_are_given_or_say_why_not(
     context: str, path: Path, tmp_path: Path
 ) -> None:

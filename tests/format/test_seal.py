@@ -123,6 +123,23 @@ def test_an_open_chain_is_not_sealed_and_a_fenced_one_is(dataset: Path) -> None:
     assert document.heads[chain.chain].state == "fenced"
 
 
+def test_of_two_who_seal_at_once_both_have_the_seal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_dataset(tmp_path / "d", n_requests=4, sealed=False)
+    put_new, other = LocalStore.put_new, list[Any]()
+
+    def overtaken(store: LocalStore, path: str, parts: Any) -> Any:
+        if path == layout.seal_path(1) and not other:
+            other.append(None)
+            other[0] = seal(LocalStore(root))
+        return put_new(store, path, parts)
+
+    monkeypatch.setattr(LocalStore, "put_new", overtaken)
+    assert seal(root) == other[0]
+    assert not actds.validate(root, level="deep").findings
+
+
 def test_what_does_not_add_up_is_not_sealed(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "d", n_requests=4, sealed=False)
     store = LocalStore(root)

@@ -91,6 +91,7 @@ def profile() -> Profile:
     return made(make_rows(600, 1), Look(every=2))
 
 
+@pytest.mark.full
 def test_the_promised_rate_is_kept_over_splits_and_seeds() -> None:
     n = alerts = 0
     for seed in range(12):

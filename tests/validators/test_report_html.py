@@ -537,6 +537,7 @@ def test_notes_stand_below_their_row() -> None:
         assert note.startswith(f'<td colspan="{n_columns}">')
 
 
+@pytest.mark.full
 def test_forest_of_any_number_of_covariates_fits_on_a_printed_page() -> None:
     source = render(enormous())
     pictures = [s for s in source.split("<svg") if re.search('id="(forest-|stored-bias)', s)]

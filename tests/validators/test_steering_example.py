@@ -53,6 +53,7 @@ def test_every_way_and_control_has_figures_to_step_200() -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.full
 def test_a_small_run_writes_the_page(run: ModuleType, tmp_path: Path) -> None:
     model = make_random_model(tmp_path / "model")
     page = tmp_path / "README.md"

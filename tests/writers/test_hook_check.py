@@ -175,7 +175,7 @@ def test_the_reference_is_transformers_hidden_states_and_draws_no_random_number(
     assert not np.allclose(states[3], said[4][0].detach().numpy())  # behind the final norm
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_a_fresh_process_computes_the_same_states_and_says_why_it_cannot(tmp_path: Path) -> None:
     folder, prompts = make_random_model(tmp_path / "m"), [[5, 6, 7, 8], [9]]
     own = reference_states(load_reference(folder, 100_000), prompts)["resid_post"]

@@ -115,6 +115,7 @@ def sealed(out: str) -> str:
     return done.output
 
 
+@pytest.mark.parametrize("out", [pytest.param("folder", marks=FULL), S3, CEPH], indirect=True)
 def test_three_at_a_time_are_one_dataset_after_one_was_killed_and_went_on(
     out: str, model: Path, prompts: Path
 ) -> None:

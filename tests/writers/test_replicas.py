@@ -228,7 +228,7 @@ def test_replicas_that_all_fail_before_they_have_counters_end_with_their_reasons
     assert [one.failure and one.failure.code for one in ended] == ["E012", "E012"]
 
 
-@pytest.mark.standard
+@pytest.mark.full
 def test_ctrl_c_ends_every_replica_in_order(model: Path, prompts: Path, tmp_path: Path) -> None:
     out = tmp_path / "acts"
     words = h.command(out, model, prompts, *OPTIONS, "--engine-arg", "replicas=2",
