@@ -29,9 +29,9 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 92_440,
-    "modules": 272,
-    "modules with one importer": 52,
+    "shipped lines": 92_470,
+    "modules": 273,
+    "modules with one importer": 53,
     "arguments of one function": 15,
     "fmt: skip": 10,
     "public classes of one name in one package": 9,

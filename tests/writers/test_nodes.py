@@ -15,7 +15,7 @@ import torch
 
 from actds.errors import ActdsError
 from actds_writers.config import WriteSettings
-from actds_writers.engines.vllm import runner
+from actds_writers.engines.vllm import nodes
 from actds_writers.ipc.link import Link
 from actds_writers.model_folder import weights_sample
 
@@ -38,9 +38,9 @@ def link(tmp_path: Path) -> Link:
 def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Yield what rank 1, on a thread of its own, gets; it asks with what the test appends first."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
-    monkeypatch.setattr(runner, "_store", store.clone)
-    monkeypatch.setattr(runner, "_end_with", lambda store: None)
-    monkeypatch.setattr(runner, "NODES_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(nodes, "_store", store.clone)
+    monkeypatch.setattr(nodes, "_end_with", lambda store: None)
+    monkeypatch.setattr(nodes, "NODES_TIMEOUT_S", 1.0)
     main = threading.current_thread()
     rank = lambda: int(threading.current_thread() is not main)  # noqa: E731
     monkeypatch.setattr(torch.distributed, "get_rank", rank)
@@ -51,7 +51,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 def ask(alike: dict[str, str], got: list[Any]) -> threading.Thread:
     def asking() -> None:
         try:
-            got.append(runner.join(alike))
+            got.append(nodes.join(alike))
         except ActdsError as error:
             got.append(error)
 
@@ -64,7 +64,7 @@ def test_a_rank_of_another_node_gets_the_harvest_and_no_way_into_it(
     link: Link, told: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread = ask(ALIKE, told)
-    runner.tell(link, SimpleNamespace(nnodes=2), ALIKE)
+    nodes.tell(link, SimpleNamespace(nnodes=2), ALIKE)
     thread.join()
     (far,) = told
     assert (far.hooks, far.run, far.settings.overflow) == (link.hooks, "r", "block")
@@ -79,14 +79,14 @@ def test_a_rank_of_another_node_gets_the_harvest_and_no_way_into_it(
 def test_a_rank_with_another_option_is_refused_with_its_name(link: Link, told: list[Any]) -> None:
     thread = ask({**ALIKE, "seed": "7"}, told)
     with pytest.raises(ActdsError, match=r"E012 nodes seed: 7 at rank 1 on .*; expected 0, as at"):
-        runner.tell(link, SimpleNamespace(nnodes=2), ALIKE)
+        nodes.tell(link, SimpleNamespace(nnodes=2), ALIKE)
     thread.join()
     assert told[0].code == "E506" and "nothing of rank 0, which captures" in told[0].got
 
 
 def test_a_rank_that_never_asks_is_named(link: Link, told: list[Any]) -> None:
     with pytest.raises(ActdsError, match=r"(?s)E506 nodes: .*nothing of rank 1 .*additional_conf"):
-        runner.tell(link, SimpleNamespace(nnodes=2), ALIKE)
+        nodes.tell(link, SimpleNamespace(nnodes=2), ALIKE)
 
 
 def test_a_worker_that_captures_elsewhere_than_its_writer_is_refused(
@@ -96,12 +96,12 @@ def test_a_worker_that_captures_elsewhere_than_its_writer_is_refused(
     monkeypatch.setitem(
         sys.modules, "vllm.distributed", SimpleNamespace(get_tp_group=lambda: group)
     )
-    runner.require_near(link)
+    nodes.require_near(link)
     elsewhere = replace(link, folder="/dev/shm/actds-of-another-machine")
     with pytest.raises(ActdsError, match=r"E012 worker: one that captures on .*where the memory"):
-        runner.require_near(elsewhere)
+        nodes.require_near(elsewhere)
     group.rank_in_group = 1
-    runner.require_near(elsewhere)  # it gives its heads, and has no ring
+    nodes.require_near(elsewhere)  # it gives its heads, and has no ring
 
 
 def test_other_weights_of_the_same_size_show_in_their_sample(tmp_path: Path) -> None:

@@ -165,8 +165,8 @@ def _wrap_further(module: Any) -> None:
         config = self.vllm_config
         if _link is not None or "actds" not in _additional(config) or not _is_further(config):
             return load_model(self, *args, **kwargs)
+        from actds_writers.engines.vllm.nodes import join
         from actds_writers.engines.vllm.options import graph_key
-        from actds_writers.engines.vllm.runner import join
         from actds_writers.engines.vllm.worker import agreed
 
         _attach(join(agreed(self)))
@@ -286,7 +286,8 @@ def _wrap_worker() -> None:
         if _link is None:
             return load_model(self, *args, **kwargs)
         from actds_writers.engines.account import reporting_failure
-        from actds_writers.engines.vllm.runner import captures, loaded_model, require_near, tell
+        from actds_writers.engines.vllm.nodes import require_near, tell
+        from actds_writers.engines.vllm.runner import captures, loaded_model
         from actds_writers.engines.vllm.worker import WorkerCapture, agreed, give_heads, steer
 
         with reporting_failure(_link):
