@@ -130,6 +130,7 @@ def _write_minimal(
             for row, request in enumerate(requests[1:]):
                 labels = {"domain": ("code", "maths")[row % 2], "level": row, "é": row < 3}
                 request["labels"] = dump_labels(labels)
+                request["conversation"], request["turn"] = f"{row // 2:032x}", row % 2
             schedule = schedule.with_(requests=table_of("requests", requests))
         if unit is not None:
             shares = {

@@ -437,6 +437,18 @@ def _(v: Vector) -> None:
     v.relink(totals=False)
 
 
+@fault("E427", "redacted-conversation-left", f"census/{RUN}/requests",
+       "A redacted request says still which conversation it is of.", base="redacted")  # fmt: skip
+def _(v: Vector) -> None:
+    _, record = _redact_record(v, "/requests-")
+
+    def edit(rows: list[Json]) -> None:
+        rows[1]["conversation"] = "0" * 32
+
+    v.edit_table(record["body"]["file"]["path"], edit)
+    v.relink(totals=False)
+
+
 @fault("E427", "redacted-readout-left", f"readouts/{RUN}/readouts",
        "A line of a redacted request is left.", base="redacted")  # fmt: skip
 def _(v: Vector) -> None:
