@@ -131,9 +131,10 @@ class RemoteStore(Store):
         check_path(path)
         if self.cache is not None and sha256 is not None:
             return self._read_cached(self.cache, path, limit, sha256)
-        begun = self.ahead.pop((path, limit), None)
-        if begun is None:
+        with self._lock:
+            begun = self.ahead.pop((path, limit), None)
             self._coming.pop((path, limit), None)
+        if begun is None:
             return self._get(path, limit)
         self._begin(begun[1])
         return begun[0].result()
@@ -156,11 +157,12 @@ class RemoteStore(Store):
             limit: the limit that ``read`` will be called with; None for files of known digest,
                 which are left alone where there is a cache.
         """
-        for begun, _ in self.ahead.values():
-            begun.cancel()
-        self.ahead.clear()
-        self._coming.clear()
-        self._waiting = 0
+        with self._lock:
+            for begun, _ in self.ahead.values():
+                begun.cancel()
+            self.ahead.clear()
+            self._coming.clear()
+            self._waiting = 0
         if limit is None and self.cache is not None:
             return
         wanted = list(paths)
