@@ -1,10 +1,9 @@
 """The vLLM plugin: loaded in every vLLM process, inactive outside a harvest.
 
 A process belongs to a harvest if ``actds write`` has set an environment variable for its engine, or
-if a server has the key ``actds`` in ``--additional-config``. Without the variable, three wrappers
+if a server has the key ``actds`` in ``--additional-config``. Without the variable, two wrappers
 look for that key, around the constructors of the engine's executor and of the front end's input
-processor, and where a worker of a further node loads its model; nothing else is imported or
-patched.
+processor; nothing else is imported or patched.
 """
 
 from __future__ import annotations
@@ -35,6 +34,8 @@ if TYPE_CHECKING:
 EXECUTOR = "vllm.v1.executor.abstract"
 INPUTS = "vllm.v1.engine.input_processor"
 WORKER = "vllm.v1.worker.gpu_worker"
+FURTHER = "ACTDS_FURTHER_NODE"
+"""In the environment of workers on another node than their engine's, of a harvest."""
 log = logging.getLogger("vllm.actds")
 DRAIN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 60.0
@@ -62,7 +63,8 @@ def register() -> None:
     else:
         when_imported(EXECUTOR, _wrap_executor)
         when_imported(INPUTS, _wrap_inputs)
-        when_imported(WORKER, _wrap_further)
+        if FURTHER in os.environ:
+            when_imported(WORKER, _wrap_further)
 
 
 def renew() -> None:
@@ -135,7 +137,12 @@ def _wrap_executor(module: Any) -> None:
     @wrap(module.Executor, "__init__")
     def initialising(init: Any, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
         additional = _additional(vllm_config)
-        if "actds" not in additional or _is_further(vllm_config):
+        if "actds" in additional and _is_further(vllm_config):
+            os.environ[FURTHER] = "1"  # for workers that are started anew; forks have the wrapper
+            when_imported(WORKER, _wrap_further)
+            init(self, vllm_config, *args, **kwargs)
+            return
+        if "actds" not in additional:
             init(self, vllm_config, *args, **kwargs)
             return
         live = _start_live(vllm_config, additional["actds"])
