@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 92_470,
+    "shipped lines": 92_490,
     "modules": 273,
     "modules with one importer": 53,
     "arguments of one function": 15,

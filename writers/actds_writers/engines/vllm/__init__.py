@@ -45,7 +45,7 @@ from actds_writers.engines.vllm.options import (
     admit,
     argument_names,
     graph_key,
-    nodes,
+    n_nodes,
     read_adapter,
     refuse_options,
     refuse_unread,
@@ -304,7 +304,7 @@ class Vllm(EngineKind[VllmOptions]):
                 words = "a parameter that actds write sets itself"
                 raise bad_option(f"{_SAMPLING}.{key}", words, OWNED_PARAMS[key])
         # Replicas of a dense model are engines of their own: see replicas and of_replica.
-        apart = {"data_parallel_size"} if nodes(given) == 1 else set()
+        apart = {"data_parallel_size"} if n_nodes(given) == 1 else set()
         refuse_options({key: v for key, v in given.items() if key not in apart})
         return super().options(given)
 
@@ -342,7 +342,7 @@ class Vllm(EngineKind[VllmOptions]):
         return int(tensor) * (options.pipeline_parallel_size or 1)
 
     def require_one_node(self, options: VllmOptions, what: str) -> None:
-        if (n := nodes(options.arguments())) > 1:
+        if (n := n_nodes(options.arguments())) > 1:
             raise refused(
                 f"{OPTION} nnodes", f"{n}, and {what}: {SECOND_ENGINE}", "one or the other"
             )

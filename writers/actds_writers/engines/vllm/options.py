@@ -436,7 +436,7 @@ REFUSED_CONNECTORS: Mapping[str, str] = {
 """KV connectors that are refused with E012, and why."""
 
 
-def nodes(options: Mapping[str, object]) -> int:
+def n_nodes(options: Mapping[str, object]) -> int:
     """Return over how many nodes the ranks of one engine are."""
     given = options.get("nnodes")
     return given if isinstance(given, int) else 1
@@ -452,7 +452,7 @@ def refuse_options(options: Mapping[str, object], place: str = OPTION) -> None:
             for a ``speculative_config`` is its method.
         place: what the error names before the option.
     """
-    rules = [*(OVER_NODES.items() if nodes(options) > 1 else ()), *REFUSED.items()]
+    rules = [*(OVER_NODES.items() if n_nodes(options) > 1 else ()), *REFUSED.items()]
     for key, rule in rules:
         value = options.get(key)
         if isinstance(value, Mapping):
