@@ -37,11 +37,7 @@ def tier_of(item: pytest.Item) -> str:
     Raises:
         pytest.UsageError: its markers name two tiers.
     """
-    by_node: dict[object, set[str]] = {}
-    for node, mark in item.iter_markers_with_node():  # of the test first, then of its module
-        if mark.name in TIERS:
-            by_node.setdefault(node, set()).add(mark.name)
-    named = next(iter(by_node.values()), set())
+    named = {name for name in TIERS if item.get_closest_marker(name)}
     if len(named) > 1:
         raise pytest.UsageError(f"{item.nodeid} is in the tiers {sorted(named)}")
     if named:

@@ -241,7 +241,7 @@ def test_the_order_follows_from_digest_and_seed(mixed: Path, tmp_path: Path) -> 
     assert a.keys() == c.keys() and same == []
 
 
-@pytest.mark.parametrize("executor", ["processes", pytest.param("ray", marks=pytest.mark.full)])
+@pytest.mark.parametrize("executor", ["processes", "ray"])
 def test_the_copy_is_the_same_to_the_byte_wherever_it_is_made(
     executor: Any, mixed: Path, tmp_path: Path
 ) -> None:
