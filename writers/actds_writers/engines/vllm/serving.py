@@ -74,6 +74,7 @@ class LiveRun:
         before: the run of the same engine that this one follows.
         switch: file during whose presence nothing of new requests is stored.
         rotation: when the dataset ends and another begins; ``None`` for never.
+        is_spare: it is prepared for a change over, while another one captures.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class LiveRun:
         before: LiveRun | None = None,
         switch: str | None = None,
         rotation: Rotation | None = None,
+        is_spare: bool = False,
     ) -> None:
         self._begin, self._writer, self.switch = begin, writer, switch
         self._metrics_at, self._metrics, self._rotation = metrics, metrics, rotation
@@ -97,8 +99,7 @@ class LiveRun:
         self._following: LiveRun | None = None
         """The run of the next dataset, when this one is due."""
         self._is_followed, self._next_try = False, 0.0
-        self._is_spare = False
-        """Whether it is prepared for a change over: another one captures."""
+        self._is_spare = is_spare
         self.is_up = False
         self._began = time.monotonic()
         self.rules = rules
@@ -131,6 +132,8 @@ class LiveRun:
         harvest: HarvestSettings,
         facts: tuple[Fact, ...],
         metrics: tuple[str, int] | None,
+        *,
+        is_spare: bool = False,
     ) -> LiveRun:
         run = layout.new_id("r")
         if self._rotation is not None:
@@ -144,7 +147,7 @@ class LiveRun:
             dataset=dataset,
             started_ns=time.time_ns(),
         )
-        more = self.switch, self._rotation
+        more = self.switch, self._rotation, is_spare
         return LiveRun(self._begin, writer, self.rules, metrics, self, *more)
 
     def end_aside(self, reason: CloseReason, heir: LiveRun | None = None) -> None:
@@ -274,9 +277,9 @@ class LiveRun:
                 failed._before = None  # which is this one, and goes on
                 failed.end_aside("failed")
                 raise failed.failure or AssertionError
-            following = self._next(self._writer.harvest, self._writer.facts, None)
-            following._is_spare = True
-            self._following = following
+            self._following = self._next(
+                self._writer.harvest, self._writer.facts, None, is_spare=True
+            )
         except (ActdsError, OSError) as error:
             self._next_try = time.monotonic() + RETRY_S
             log.error(
