@@ -182,10 +182,10 @@ class _Sums:
     def add_rows(self, selection: Selection, run: str, wanted: _Wanted) -> None:
         """Add rows of a run to the groups that want them."""
         first, after, group = wanted
-        inclusion = selection.inclusion()
-        for shard, count, share in zip(selection.shards, selection.counts, inclusion, strict=True):
+        for shard, count in zip(selection.shards, selection.counts, strict=True):
             if shard.run != run:
                 continue
+            [share] = selection.dataset.inclusion([shard]) or [np.ones(shard.n_rows)]
             tokens = shard.tokens(["request", "position"])
             keys = position_key(tokens["request"], tokens["position"])
             order = np.argsort(keys)

@@ -251,6 +251,14 @@ def test_turns_are_those_of_a_harvest_and_a_client_may_name_the_conversation(
         assert params.extra_args == {"a": 1}
 
 
+def test_a_chat_of_unknown_messages_is_served_without_a_turn(
+    live: FrontEnd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actds_writers.engines.vllm.requests.turn_of", lambda chat: chat.nothing)
+    request = live.request(live.prompt(HELLO))
+    assert take_turn(request.sampling_params) == (None, None)
+
+
 def test_a_chat_that_cannot_be_labelled_is_served_and_said_once(
     live: FrontEnd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

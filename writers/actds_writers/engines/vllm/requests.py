@@ -23,6 +23,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -416,7 +417,8 @@ def label_chats(processor: Any) -> None:
             offsets = prompt.get("prompt_token_offsets")
             if not given.return_token_offsets:
                 prompt.pop("prompt_token_offsets", None)
-            prompt[TURN] = turn_of(chat)
+            with suppress(Exception):  # messages of another kind are served without
+                prompt[TURN] = turn_of(chat)
             # What a cut prompt begins with may be within a thought.
             if given.truncate_prompt_tokens is None:
                 await labeller.label(chat, prompt, offsets, chat_params)
