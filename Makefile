@@ -130,7 +130,7 @@ emulators: ## install the emulator of Azure's blobs, of npm, for the tests of az
 ceph: $(STAMP) ## (Debian, as root) install Ceph, and run the tests of object stores against its gateway (they are skipped without)
 	apt-get install --yes --no-install-recommends ceph-common ceph-mon ceph-osd radosgw
 	$(BIN)/python -m pytest -k ceph --durations=10 tests/format/test_s3.py tests/writers/test_s3_recover.py \
-	  tests/writers/test_parts.py $(TEST_ARGS)
+	  tests/writers/test_parts.py tests/writers/test_cluster.py $(TEST_ARGS)
 
 consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as trainers, array libraries and SQL read them (an environment of its own)
 	rm -rf $(CONSUMERS)/acts

@@ -104,6 +104,10 @@ def with_step_options(task: TimingTask) -> TimingTask:
     return replace(task, engine_args={**usual, **given, "sampling_params": sampling})
 
 
+def worker_of(engine_core: Any) -> Any:
+    return engine_core.model_executor.driver_worker.worker
+
+
 def time_probes(task: TimingTask, progress: Callable[[str], None]) -> Timing:
     """Return the decode steps of every arm, batch and round.
 
@@ -199,7 +203,7 @@ class _Bench:
         )
         stack.callback(self._end)
         self.core: Any = self.engine._engine.engine_core.engine_core
-        runner = plugin.worker_of(self.core).model_runner
+        runner = worker_of(self.core).model_runner
         self._dispatch = Dispatch(runner, loaded_model(runner))
         if session.eager:
             self._install()
@@ -236,7 +240,7 @@ class _Bench:
     def facts(self) -> dict[str, str]:
         import vllm
 
-        runner = plugin.worker_of(self.core).model_runner
+        runner = worker_of(self.core).model_runner
         device = runner.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         compilation = runner.vllm_config.compilation_config
@@ -259,7 +263,7 @@ class _Bench:
         )
 
     def _install(self) -> None:
-        worker = plugin.worker_of(self.core)
+        worker = worker_of(self.core)
         model = loaded_model(worker.model_runner)
         alone = ModelState.of(model)
         form: StreamForm = VERIFIED.get(type(model).__name__, "unverified")
@@ -350,7 +354,7 @@ def _follow(engine_core: Any, link: Link) -> tuple[Any, Any]:
     Of several harvests that follow one engine, ``_hand_to`` says whose its requests are.
     """
     plugin._attach(link)
-    capture = WorkerCapture(plugin.worker_of(engine_core), link)
+    capture = WorkerCapture(worker_of(engine_core), link)
     plugin._closers.append(capture.close)
     capture.is_set_up = True
     return capture, plugin._scheduler_side(engine_core.scheduler, link)
@@ -358,7 +362,7 @@ def _follow(engine_core: Any, link: Link) -> tuple[Any, Any]:
 
 def _hand_to(engine_core: Any, sides: tuple[Any, Any]) -> None:
     """Let both sides of a harvest, or twice ``None``, account for an engine without requests."""
-    plugin.worker_of(engine_core)._actds, engine_core.scheduler._actds = sides
+    worker_of(engine_core)._actds, engine_core.scheduler._actds = sides
 
 
 class ModelState:

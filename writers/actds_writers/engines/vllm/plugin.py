@@ -590,10 +590,6 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
     return side
 
 
-def worker_of(engine_core: Any) -> Any:
-    return engine_core.model_executor.driver_worker.worker
-
-
 def settle_last_step(engine_core: Any) -> None:
     """Let an engine core without unfinished requests tell its workers so.
 
