@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,12 +32,14 @@ CAST = "float32 to float16, nearest even"
 
 
 class LastSnapshot(Observer):
-    """Keeps the counters at the end of a harvest, as the live view gets them."""
+    """Keeps the counters of the live view, as soon as a shard is committed."""
 
     @contextmanager
     def harvesting(self, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
-        yield
-        self.snapshot = snapshot()
+        yield  # the engine has ended, and the writer may have committed nothing yet
+        while not (taken := snapshot()).commits.n_rows:
+            time.sleep(0.01)
+        self.snapshot = taken
 
 
 @pytest.fixture(scope="module")
