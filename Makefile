@@ -251,7 +251,7 @@ cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under press
 GPU         := .venv-gpu
 GPU_PYTHON  ?= $(shell python3 -c "import vllm" 2>/dev/null && echo python3 || echo $(GPU)/bin/python)
 GPU_TESTS   ?= $(addprefix tests/engine/test_engine_,alignment.py conservation.py check.py hooks.py)
-GPU_BATCHES ?= 1 8 32 128 256
+GPU_BATCHES ?= 1,8,32,128,256
 GPU_BENCH   := $(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_engine.py --dtype bfloat16 --memory-share 0.15 --rounds 8
 GPU_PROBES  := $(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_probes.py --model $(DEMO)/model --hooks resid_post:10 --probes 1000 --measure
 gpu: ## on a machine with a GPU: a real vLLM there, its rows, what the capture costs it
@@ -262,11 +262,8 @@ gpu: ## on a machine with a GPU: a real vLLM there, its rows, what the capture c
 	test -e $(DEMO)/model/config.json || $(GPU_PATH) $(GPU_PYTHON) examples/make_model.py $(DEMO)/model; \
 	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m "fast or standard" --durations=10 tests/writers/test_cuda.py $(GPU_TESTS); \
 	$(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_cuda.py; \
-	for batch in $(GPU_BATCHES); do \
-	  requests=$$((batch * 4)); \
-	  $(GPU_BENCH) --batch $$batch --requests $$requests --compiled --variants none,again,two,eight,all; \
-	  $(GPU_BENCH) --batch $$batch --requests $$requests --variants none,two,all,all-naive; \
-	done; \
+	$(GPU_BENCH) --batch $(GPU_BATCHES) --compiled --variants none,again,two,eight,all; \
+	$(GPU_BENCH) --batch $(GPU_BATCHES) --variants none,two,all,all-naive; \
 	$(GPU_PROBES) $(GPU) --rounds 5; \
 	$(GPU_PROBES) $(GPU) --rounds 8 --engine-arg enforce_eager=true
 

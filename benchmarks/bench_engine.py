@@ -1,11 +1,11 @@
 """Tokens/s of vLLM with capture against none and against naive hooks, interleaved in one run.
 
-    python benchmarks/bench_engine.py [--variants none,two,...] [--batch 8] [--compiled]
+    python benchmarks/bench_engine.py [--variants none,two,...] [--batch 8,32] [--compiled]
 
 One engine per variant stays up for the whole benchmark; rounds go round robin, each the same
-requests, the prefix cache emptied before. CPU seconds are those of the engine's process; the
-writer's own stand beside them. Naive hooks are Python functions that copy and ``np.save``, which
-only an eager engine calls.
+requests, as many of them at a time as a batch says, the prefix cache emptied before. CPU seconds
+are those of the engine's process; the writer's own stand beside them. Naive hooks are Python
+functions that copy and ``np.save``, which only an eager engine calls.
 
 *Inside* is the share of the round that the engine's own thread spent in hooks, worker and scheduler
 calls of the capture, by the clock around each call: what two engines that differ by chance cannot
@@ -165,8 +165,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=Path("demo/model"))
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--batch", type=int, default=8, help="requests in the engine at once")
+    parser.add_argument("--requests", type=int, help="of a round; else three for each at once")
+    parser.add_argument(
+        "--batch", default="8", help="requests in the engine at once; several: 1,32"
+    )
     parser.add_argument("--max-tokens", type=int, default=24)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="float32")
@@ -183,13 +185,20 @@ def main() -> None:
         serve(options)
         return
     results = compare(options)
-    print(table(results, options))
+    for batch, of_variants in results.items():
+        print(table(of_variants, batch, options) + "\n")
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+    print(f"largest process: {peak:.0f} MiB")
     if options.json:
         options.json.write_text(json.dumps(results))
 
 
-def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
-    """Return the rounds of every variant."""
+def batches(options: argparse.Namespace) -> list[int]:
+    return [int(batch) for batch in str(options.batch).split(",")]
+
+
+def compare(options: argparse.Namespace) -> dict[int, dict[str, list[dict[str, float]]]]:
+    """Return the rounds of every variant, by batch."""
     children = {}
     names = options.variants.split(",")
     for name in names:
@@ -202,17 +211,19 @@ def compare(options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
         )
         answer(children[name])  # one engine starts at a time
         print(f"{name}: engine is up", file=sys.stderr, flush=True)
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    results: dict[int, dict[str, list[dict[str, float]]]] = {}
     order = list(names)
-    for number in range(options.rounds + 1):
-        random.Random(number).shuffle(order)
-        for name in order:
-            children[name].stdin.write("go\n")
-            children[name].stdin.flush()
-            found = answer(children[name])
-            if number:  # the first round warms up
-                results[name].append(found)
-                print(f"round {number} {name}: {found}", file=sys.stderr, flush=True)
+    for batch in batches(options):
+        results[batch] = {name: [] for name in names}
+        for number in range(options.rounds + 1):
+            random.Random(number).shuffle(order)
+            for name in order:
+                children[name].stdin.write(f"{batch}\n")
+                children[name].stdin.flush()
+                found = answer(children[name])
+                if number:  # the first round warms up
+                    results[batch][name].append(found)
+                    print(f"batch {batch} {number} {name}: {found}", file=sys.stderr, flush=True)
     for child in children.values():
         child.stdin.close()
         child.wait()
@@ -227,13 +238,13 @@ def answer(child: subprocess.Popen[str]) -> dict[str, float]:
 
 
 def serve(options: argparse.Namespace) -> None:
-    """Run one variant: a line on standard input runs a round."""
+    """Run one variant: a line on standard input, the batch, runs a round."""
     variant = VARIANTS[options.variant]
     arguments = {
         "dtype": options.dtype,
         "enforce_eager": not options.compiled,
         "max_model_len": 512,
-        "max_num_seqs": options.batch,
+        "max_num_seqs": max(batches(options)),
         "distributed_executor_backend": "uni",
     }
     if options.asynchronous:
@@ -242,7 +253,6 @@ def serve(options: argparse.Namespace) -> None:
         arguments["gpu_memory_utilization"] = options.memory_share
     if not any(options.model.glob("*.safetensors")):
         arguments["load_format"] = "dummy"
-    requests = prompts(options)
     memory = "/dev/shm" if variant.in_memory else None
     inside, entropy = Inside(), Inside(time.thread_time)
     entropy.watch_logits()
@@ -251,12 +261,13 @@ def serve(options: argparse.Namespace) -> None:
         out = Path(folder) / "acts"
         engine, pipeline = start(options, variant, arguments, out, inside)
         print("RESULT {}", flush=True)
-        for _ in sys.stdin:
+        for line in sys.stdin:
+            requests = prompts(options, int(line))
             engine._engine.reset_prefix_cache()
             began, cpu, own = time.perf_counter(), time.process_time(), time.thread_time()
             writer = children_cpu(pipeline)
             inside.seconds = entropy.seconds = 0.0
-            n_tokens = one_round(engine, requests, options.max_tokens)
+            n_tokens = one_round(engine, requests, int(line), options.max_tokens)
             wall = time.perf_counter() - began
             found = {
                 "tokens_per_s": n_tokens / wall,
@@ -380,28 +391,28 @@ def add_naive_hooks(engine: Any, variant: Variant, out: Path, inside: Inside) ->
         layers[layer].register_forward_hook(inside.timed(save(layer)))
 
 
-def prompts(options: argparse.Namespace) -> list[list[int]]:
+def prompts(options: argparse.Namespace, batch: int) -> list[list[int]]:
     generator = random.Random(0)
     return [
         [generator.randrange(100, 40_000) for _ in range(options.prompt_tokens)]
-        for _ in range(options.requests)
+        for _ in range(options.requests or 3 * batch)
     ]
 
 
-def one_round(engine: Any, requests: list[list[int]], max_tokens: int) -> int:
-    """Serve every request; return the tokens computed."""
+def one_round(engine: Any, requests: list[list[int]], batch: int, max_tokens: int) -> int:
+    """Serve every request, the next one when another has ended; return the tokens computed."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    for number, ids in enumerate(requests):
-        engine._engine.add_request(
-            f"{secrets.token_hex(4)}{number}", {"prompt_token_ids": ids}, params
-        )
-    left, n_tokens = len(requests), 0
-    while left:
+    waiting, n_running, n_tokens = list(requests), 0, 0
+    while waiting or n_running:
+        while waiting and n_running < batch:
+            ids = {"prompt_token_ids": waiting.pop()}
+            engine._engine.add_request(secrets.token_hex(8), ids, params)
+            n_running += 1
         for finished in engine._engine.step():
             if finished.finished:
-                left -= 1
+                n_running -= 1
                 n_tokens += len(finished.prompt_token_ids) + len(finished.outputs[0].token_ids) - 1
     return n_tokens
 
@@ -417,13 +428,15 @@ def children_cpu(pipeline: Any) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespace) -> str:
+def table(
+    results: dict[str, list[dict[str, float]]], batch: int, options: argparse.Namespace
+) -> str:
     base = [r["tokens_per_s"] for r in results["none"]]
     cpu = [r["engine_cpu_s"] for r in results["none"]]
     mode = "compiled" if options.compiled else "eager"
     mode += ", asynchronous scheduling" * options.asynchronous
     lines = [
-        f"{mode}, {options.dtype}, batch {options.batch}, {options.rounds} rounds, medians; "
+        f"{mode}, {options.dtype}, batch {batch}, {options.rounds} rounds, medians; "
         "ratios are per round, with their range",
         "",
         "| capture | tokens/s | ratio to none | range | engine CPU ratio | writer CPU s | inside "
@@ -443,8 +456,7 @@ def table(results: dict[str, list[dict[str, float]]], options: argparse.Namespac
             f"{ratios[0]:.2f}-{ratios[-1]:.2f} | {engine:.3f} | {writer:.2f} | "
             f"{inside:.2%} | {entropy:.2%} |"
         )
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return "\n".join([*lines, "", f"largest process: {peak:.0f} MiB"])
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -135,11 +135,14 @@ def large(folder: Path, hidden: str | Path = "3072") -> None:
 
 
 def compare(first: Path, second: Path) -> None:
-    """Print how far the rows of two harvests of the same prompts lie apart, and what ran them."""
+    """Print how far the rows of two harvests of the same prompts lie apart, and what ran them.
+
+    Where a token differs, everything behind it is another text, and is left out.
+    """
     import numpy as np
 
     import actds
-    from actds_testing.harvest import rows_of
+    from actds_testing.harvest import rows_of, token_ids_of
 
     datasets = [actds.open(path) for path in (first, second)]
     for path, dataset in zip((first, second), datasets, strict=True):
@@ -148,12 +151,19 @@ def compare(first: Path, second: Path) -> None:
         for run in dataset.runs.values():
             check = json.loads(str(run.fields["capture.check"].value))
             print(f"  checked against {check['against']}; graphs from eager {check.get('eager')}")
+    read = [token_ids_of(dataset) for dataset in datasets]
+    until = {request: 1 << 31 for request, _ in read[0]}
+    for request, position in read[0].keys() & read[1].keys():
+        if read[0][request, position] != read[1][request, position]:
+            until[request] = min(until[request], position)
+    n_apart = sum(position < 1 << 31 for position in until.values())
+    print(f"{second}: {n_apart} of {len(until)} requests got another token; rows before it:")
     print("| hook | rows of both | median distance | largest |\n| --- | ---: | ---: | ---: |")
     for hook in datasets[0].hooks:
         if hook not in datasets[1].hooks:
             continue
         mine, other = (rows_of(dataset, hook) for dataset in datasets)
-        keys = sorted(mine.keys() & other.keys())
+        keys = sorted(key for key in mine.keys() & other.keys() if key[1] < until[key[0]])
         if not keys:
             raise SystemExit(f"{hook}: no position is in both")
         a, b = (np.stack([rows[key] for key in keys]) for rows in (mine, other))

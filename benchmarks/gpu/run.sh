@@ -16,8 +16,8 @@ esac
 export PYTHONPATH=.:writers:validators:testing:tests:$SITE HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
 engine=(--engine-arg dtype=bfloat16 --engine-arg gpu_memory_utilization=0.4) actds=(-m actds) default=()
 modes=(FULL PIECEWISE FULL_DECODE_ONLY) n_prompts=48 n_tokens=32
-bench=(--rounds 5 --dtype bfloat16 --memory-share 0.15) compiled=none,again,two,all plain=none,all,all-naive
-batches=(32 1 256) slower=1 hidden=3072
+bench=(--rounds 5 --dtype bfloat16 --memory-share 0.15 --max-tokens 64) compiled=none,again,two,all plain=none,all,all-naive
+batches=32,1,256 slower=1 hidden=3072
 if [ "$DEVICE" = cpu ]; then # a rehearsal, on small sizes, with graphs that replay on a CPU
   export VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 VLLM_ENABLE_V1_MULTIPROCESSING=0
   engine=(--engine-arg dtype=float32 --engine-arg max_model_len=512 --engine-arg distributed_executor_backend=uni)
@@ -25,7 +25,7 @@ if [ "$DEVICE" = cpu ]; then # a rehearsal, on small sizes, with graphs that rep
   default=(--engine-arg "compilation_config=$("$PY" -c "
 from actds_testing.cpu_graphs import compilation
 print(compilation('eager'))")")
-  bench=(--rounds 1 --max-tokens 4) compiled=none,two plain=none,all-naive batches=(2) slower=5 hidden=96
+  bench=(--rounds 1 --max-tokens 4) compiled=none,two plain=none,all-naive batches=2,1 slower=5 hidden=96
 fi
 
 bounded() { # SECONDS COMMAND...: at most that long, and not beyond the limit of the step
@@ -47,7 +47,7 @@ figures() { # what is known so far; the tables are those that the parts printed
   { echo "# Step $step: $card"; echo; echo "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
     [ "$DEVICE" != cpu ] || { echo; echo "A rehearsal: of the figures here, none of a GPU."; }
     echo; echo "| part | outcome | s |"; echo "| --- | --- | ---: |"; printf '%s\n' "${parts[@]}"; echo
-    grep -E '^(\||[^|]*: [0-9,]+ rows; |[0-9]+ MiB, )' "$LOG"; } > "$FIGURES"
+    grep -E '^(\||[^|]*: [0-9,]+ rows; |[^|]*requests got another |[0-9]+ MiB, )' "$LOG"; } > "$FIGURES"
 }
 
 harvest() { # NAME HOOKS [engine arguments]
@@ -58,10 +58,9 @@ harvest() { # NAME HOOKS [engine arguments]
     part "$name: validated" 60 "$PY" -m actds validate "$OUT/$name" --level deep
 }
 
-cost() { # BATCH OPTIONS...
-  local batch=$1; shift
-  part "batch $batch $*" 180 "$PY" benchmarks/bench_engine.py --model "$OUT/large" "${bench[@]}" --batch "$batch" \
-    --requests $((batch * 4)) "$@"
+cost() { # BATCHES OPTIONS...
+  local batches=$1; shift
+  part "batch $batches $*" 480 "$PY" benchmarks/bench_engine.py --model "$OUT/large" "${bench[@]}" --batch "$batches" "$@"
 }
 
 compare() { part "rows of eager and $1" 60 "$PY" benchmarks/gpu/rows.py compare "$OUT/eager" "$OUT/$1"; }
@@ -98,10 +97,8 @@ run() {
     harvest first-runner resid_post:all "${default[@]}" && compare first-runner ;;
   cost) # naive hooks run in an eager engine alone
     [ -e "$OUT/large/config.json" ] || part "a large model" 60 "$PY" benchmarks/gpu/rows.py large "$OUT/large" $hidden
-    for batch in "${batches[@]}"; do
-      cost "$batch" --compiled --variants $compiled
-      [ "$batch" != "${batches[0]}" ] || cost "$batch" --variants $plain
-    done ;;
+    cost $batches --compiled --variants $compiled
+    cost ${batches%%,*} --variants $plain ;;
   esac
 }
 

@@ -179,6 +179,16 @@ def rows_of(dataset: Dataset, hook: str) -> dict[tuple[str, int], np.ndarray]:
     return found
 
 
+def token_ids_of(dataset: Dataset) -> dict[tuple[str, int], int]:
+    """Return the token that was fed at each captured position, by (external id, position)."""
+    names = external_ids(dataset)
+    return {
+        (names[shard.manifest.run, row["request"]], row["position"]): row["token_id"]
+        for shard in dataset.shards
+        for row in shard.tokens(["request", "position", "token_id"]).to_pylist()
+    }
+
+
 def values(bits: np.ndarray, dtype: str) -> np.ndarray:
     """Return bit patterns as float32."""
     from actds.format.arrays import as_ml_dtypes

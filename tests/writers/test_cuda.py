@@ -71,7 +71,7 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.parametrize("with_readouts", [False, True])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.standard)])
 def test_a_cuda_graph_replays_the_capture(
     device: torch.device, with_readouts: bool, compiled: bool
 ) -> None:

@@ -409,7 +409,8 @@ class Copier:
         self._device = device
         self._stream: Any = None
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread; page-locking uses the current one
+            if device.index is not None:  # of this thread; page-locking uses the current one
+                torch.cuda.set_device(device)
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def copy(
