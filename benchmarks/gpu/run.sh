@@ -47,7 +47,7 @@ figures() { # what is known so far; the tables are those that the parts printed
   { echo "# Step $step: $card"; echo; echo "$(date -u +%F), commit $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
     [ "$DEVICE" != cpu ] || { echo; echo "A rehearsal: of the figures here, none of a GPU."; }
     echo; echo "| part | outcome | s |"; echo "| --- | --- | ---: |"; printf '%s\n' "${parts[@]}"; echo
-    grep -E '^(\||[^|]*: [0-9,]+ rows; |[^|]*requests got another |[0-9]+ MiB, )' "$LOG"; } > "$FIGURES"
+    grep -E '^(\||[^|]*: [0-9,]+ rows; |[^|]*requests got another |(eager|compiled), |[0-9]+ MiB, )' "$LOG"; } > "$FIGURES"
 }
 
 harvest() { # NAME HOOKS [engine arguments]
