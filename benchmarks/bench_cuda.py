@@ -45,8 +45,9 @@ def graph_of(
 ) -> Callable[[], None]:
     """Return the replay of a CUDA graph of a model that captures some layers."""
     torch.manual_seed(0)
-    stack = ResidualStack(Layer(args.d_model) for _ in range(args.layers))
-    model = stack.cuda().bfloat16()
+    with torch.device("cuda"):
+        stack = ResidualStack(Layer(args.d_model) for _ in range(args.layers))
+    model = stack.bfloat16()
     buffers: object = None
     if layers and n_probes == COPIES:
         buffers = copies(stack, layers, rows, args.d_model)

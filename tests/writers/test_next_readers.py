@@ -94,8 +94,15 @@ def _no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "scale"),
-    # Dummy weights of vLLM are so small that a layer adds next to nothing.
-    [(torch.float32, 1.0), (torch.float32, 1e-3), (torch.bfloat16, 1.0)],
+    # Dummy weights of vLLM are so small that a layer adds next to nothing, in bfloat16 less than
+    # is rounded off.
+    [
+        (torch.float32, 1.0),
+        (torch.float32, 1e-3),
+        (torch.bfloat16, 1.0),
+        (torch.bfloat16, 1e-3),
+        (torch.bfloat16, 1e-6),
+    ],
 )
 @pytest.mark.parametrize("layer", [Split, Whole])
 def test_the_stream_is_near_and_every_other_reading_of_the_pair_far(
@@ -115,6 +122,8 @@ def test_the_stream_is_near_and_every_other_reading_of_the_pair_far(
             "first": [a for a, _ in pairs],
             "second": [b for _, b in pairs],
         }
+        if dtype is torch.bfloat16 and scale < 1.0:
+            del readings["second"]  # stored, it is the sum
         for name, rows in readings.items():
             stacked = np.stack([part.float().numpy() for part in rows])
             readers = NextReaders(model, stacked, [1, 3])

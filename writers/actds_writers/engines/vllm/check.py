@@ -495,9 +495,10 @@ class NextReaders:
         def after(_module: Any, _inputs: Any, output: Any) -> None:
             if len(given) != 2 or not isinstance(output, tuple):
                 return
-            hidden, residual = given
-            added = hidden + residual
-            handed_on = self._matching(hook, list(output))
+            hidden, residual = (tensor.float() for tensor in given)
+            # As the engine stores it: what one layer adds may be less than that rounds off.
+            added = (hidden + residual).to(given[0].dtype).float()
+            handed_on = [tensor.float() for tensor in self._matching(hook, list(output))]
             if not handed_on:
                 return
             to_sum, to_residual = (
@@ -516,14 +517,14 @@ class NextReaders:
     def _matching(self, hook: int, values: list[Any]) -> list[torch.Tensor]:
         want = self._rows[hook]
         tensors = [
-            value.flatten(0, -2)[: len(want)].float().clone()
+            value.flatten(0, -2)[: len(want)].clone()
             for value in values
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1
         ]
         return [tensor for tensor in tensors if tensor.shape == want.shape]
 
     def _compare(self, hook: int, stream: torch.Tensor) -> None:
-        distance = float(row_distances(self._rows[hook], stream.cpu().numpy()).mean())
+        distance = float(row_distances(self._rows[hook], stream.float().cpu().numpy()).mean())
         if not distance >= self.distances.get(hook, np.inf):
             self.distances[hook] = distance
 
