@@ -223,9 +223,11 @@ crash: $(STAMP) ## kill and cut power 572 times, recover each time (half an hour
 	$(BIN)/python -m actds_testing.crash.soak --kills 500 --power-cuts 52 --engine-kills 20
 
 # CUDA_PYTHON has torch with a GPU, and needs no vLLM. Where there is a network, `make gpu-wheels` fetches
-# what else the tests import, in pieces that fit through a narrow door; the steps unpack them beside it.
+# what else they import, in archives that fit through a narrow door; the steps unpack them beside it.
 CUDA_PYTHON  ?= python3
 GPU_WHEELS   ?= build/gpu-wheels
+GPU_CARRY    ?= build/gpu-carry
+GPU_ARCH     ?= 90
 GPU_SITE     := build/gpu-site
 GPU_TORCH    ?= 2.11.0
 GPU_PYTHON_VERSION ?= 3.12
@@ -235,14 +237,14 @@ GPU_PIP      := --python-version $(GPU_PYTHON_VERSION) --only-binary=:all: $(for
 GPU_COMPILE  := $(BIN)/uv pip compile --quiet --python-version $(GPU_PYTHON_VERSION) --python-platform x86_64-manylinux_2_35 \
   --only-binary :all: --no-header --no-annotate --constraint build/gpu-lock.txt
 # What the packages need less what torch needs. A vLLM other than the lock's brings its own versions.
-gpu-wheels: $(STAMP) ## fetch what make cuda needs beside torch, for a machine without a network (92 MB; GPU_VLLM=0.26.0 adds a vLLM)
+gpu-wheels: $(STAMP) ## pack what make cuda needs beside torch, for a machine without a network (6 MB; GPU_VLLM=0.26.0 adds a vLLM)
 	@mkdir -p build
 	grep -viE '^($(VLLM_FREE))' $(if $(GPU_VLLM),/dev/null,$(LOCK)) > build/gpu-lock.txt || true
 	echo torch==$(GPU_TORCH) | $(GPU_COMPILE) - > build/gpu-torch.txt
 	printf '%s\n' torch==$(GPU_TORCH) pytest hypothesis $(if $(GPU_VLLM),vllm==$(GPU_VLLM)) | $(GPU_COMPILE) pyproject.toml - > build/gpu-all.txt
 	grep -vxFf build/gpu-torch.txt build/gpu-all.txt > build/gpu-more.txt
 	$(PIP) download --quiet --no-deps $(GPU_PIP) --dest $(GPU_WHEELS) --requirement build/gpu-more.txt
-	find $(GPU_WHEELS) -name '*.whl' -size +60M -exec split -b 60M -d {} {}. \; -delete
+	$(BIN)/python benchmarks/gpu/packages.py pack $(GPU_WHEELS) $(GPU_CARRY) $(GPU_ARCH)
 
 cuda: ## on a machine with a GPU: the op in a CUDA graph, the stages under pressure, GB/s
 	PY=$(CUDA_PYTHON) bash benchmarks/gpu/run.sh host; host=$$?; PY=$(CUDA_PYTHON) bash benchmarks/gpu/run.sh path && exit $$host
@@ -258,7 +260,7 @@ gpu: ## on a machine with a GPU: a real vLLM there, its rows, what the capture c
 	@nvidia-smi > /dev/null 2>&1 || { echo "make gpu: skipped, this machine has no NVIDIA GPU"; exit 0; }; set -ex; \
 	$(GPU_PYTHON) -c "import vllm" || { python3 -m venv $(GPU); \
 	  $(GPU)/bin/python -m pip install --quiet "vllm==0.32.0" --editable ".[dev,hf]"; }; \
-	$(GPU_PYTHON) benchmarks/gpu/rows.py unpack $(GPU_WHEELS) $(GPU_SITE); \
+	$(GPU_PYTHON) benchmarks/gpu/packages.py unpack $(GPU_CARRY) $(GPU_SITE); \
 	test -e $(DEMO)/model/config.json || $(GPU_PATH) $(GPU_PYTHON) examples/make_model.py $(DEMO)/model; \
 	$(GPU_PATH) $(GPU_PYTHON) -m pytest -m "fast or standard" --durations=10 tests/writers/test_cuda.py $(GPU_TESTS); \
 	$(GPU_PATH) $(GPU_PYTHON) benchmarks/bench_cuda.py; \

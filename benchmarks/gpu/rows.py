@@ -1,6 +1,5 @@
-"""Parts of the first hour on a GPU: packages, the card, locked memory, a model, rows compared.
+"""Parts of the first hour on a GPU: the card, locked memory, a model, rows compared.
 
-python benchmarks/gpu/rows.py unpack WHEELS FOLDER
 python benchmarks/gpu/rows.py card DEVICE PACKAGE...
 python benchmarks/gpu/rows.py register
 python benchmarks/gpu/rows.py model FOLDER PROMPTS [N]
@@ -12,56 +11,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import io
 import json
 import mmap
 import platform
-import re
 import sys
 import time
-import tomllib
-import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def unpack(wheels: Path, site: Path) -> None:
-    """Unpack wheels that a folder has not yet, whole or in pieces, and name this package there."""
-    pieces: dict[str, list[Path]] = {}
-    for path in sorted(wheels.glob("*.whl*")):
-        pieces.setdefault(path.name.partition(".whl")[0], []).append(path)
-    this = f"cp{sys.version_info.major}{sys.version_info.minor}"
-    others = {stem for stem in pieces if re.search(rf"-cp\d+-(?!abi3|none)(?!{this})cp\d+-", stem)}
-    if others:
-        raise SystemExit(f"{wheels} is of another Python than {this}: {min(others)}")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    metadata = (
-        site / f"actds-{project['version']}.dist-info"
-    )  # commands and plugins are found by it
-    metadata.mkdir(parents=True, exist_ok=True)
-    (metadata / "METADATA").write_text(f"Name: actds\nVersion: {project['version']}\n")
-    lines = [
-        line
-        for group, entries in project["entry-points"].items()
-        for line in (f"[{group}]", *(f"{name} = {value}" for name, value in entries.items()))
-    ]
-    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
-    for stem, paths in pieces.items():
-        name = "-".join(stem.split("-")[:2])
-        if (site / f"{name}.dist-info").exists():
-            continue
-        suffixes = [path.suffix for path in paths]
-        whole = io.BytesIO(b"".join(path.read_bytes() for path in paths))
-        between = suffixes not in ([".whl"], [f".{number:02}" for number in range(len(paths))])
-        if between or not zipfile.is_zipfile(whole):  # what a zip file contains stands at its end
-            print(f"{name} lacks a piece: {len(paths)} are here, and it is left out")
-            continue
-        with zipfile.ZipFile(whole) as wheel:
-            wheel.extractall(site)
-
 
 NO_GPU, NO_PACKAGE = 3, 4
 
@@ -176,7 +133,7 @@ def main() -> None:
     if command == "card":
         raise SystemExit(card(*rest))
     commands: dict[str, Callable[..., None]] = {
-        "unpack": unpack, "register": register, "model": model, "large": large, "compare": compare
+        "register": register, "model": model, "large": large, "compare": compare
     }  # fmt: skip
     if command not in commands:
         raise SystemExit(__doc__)

@@ -5,7 +5,7 @@ set -uo pipefail
 cd "$(dirname "$0")/../.."
 step=${1:-none}
 PY=${PY:-python3} OUT=${OUT:-build/gpu} DEVICE=${DEVICE:-cuda} LIMIT=${LIMIT:-580}
-WHEELS=${WHEELS:-build/gpu-wheels} SITE=${SITE:-build/gpu-site}
+CARRY=${CARRY:-build/gpu-carry} SITE=${SITE:-build/gpu-site}
 MODEL=$OUT/model PROMPTS=$OUT/prompts.jsonl LOG=$OUT/$step.log FIGURES=$OUT/gpu-$step.md
 ALL="embed;resid_pre:all;resid_mid:all;resid_post:all;attn_out:all;mlp_in:all;mlp_out:all;q:all;k:all;v:all;z:all;final"
 case $step in
@@ -14,6 +14,7 @@ vllm | harvest | graphs | cost) needs=(numpy pyarrow zarr vllm) ;;
 *) echo "no step $step: host, path, vllm, harvest, graphs or cost" >&2; exit 2 ;;
 esac
 export PYTHONPATH=.:writers:validators:testing:tests:$SITE HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0} # FlashInfer is not carried
 engine=(--engine-arg dtype=bfloat16 --engine-arg gpu_memory_utilization=0.4) actds=(-m actds) default=()
 modes=(FULL PIECEWISE FULL_DECODE_ONLY) n_prompts=48 n_tokens=32
 bench=(--rounds 5 --dtype bfloat16 --memory-share 0.15 --max-tokens 64) compiled=none,again,two,all plain=none,all,all-naive
@@ -103,7 +104,7 @@ run() {
 }
 
 mkdir -p "$OUT"
-"$PY" benchmarks/gpu/rows.py unpack "$WHEELS" "$SITE" || exit 4
+"$PY" benchmarks/gpu/packages.py unpack "$CARRY" "$SITE" || exit 4
 card=$("$PY" benchmarks/gpu/rows.py card "$DEVICE" "${needs[@]}") || { status=$?; echo "$step: $card"; exit $status; }
 [ "$DEVICE $step" != "cpu path" ] || { echo "$step: needs a GPU, in a rehearsal as well"; exit 3; }
 failed=0 parts=()

@@ -130,7 +130,7 @@ def hour(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_step_of_the_first_hour_on_a_gpu_is_rehearsed_on_a_cpu(step: str, hour: Path) -> None:
     """With the real engine, and graphs that replay; nothing in it is a figure of a GPU."""
     variables = {"PY": sys.executable, "OUT": str(hour), "DEVICE": "cpu", "LIMIT": "1800",
-                 "WHEELS": str(hour / "none"), "SITE": str(hour / "site")}  # fmt: skip
+                 "CARRY": str(hour / "none"), "SITE": str(hour / "site")}  # fmt: skip
     done = subprocess.run(
         ["bash", BENCHMARKS / "gpu" / "run.sh", step],
         env=environment(**variables), capture_output=True, text=True, timeout=1900,

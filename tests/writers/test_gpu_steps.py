@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 import subprocess
 import sys
 import zipfile
@@ -32,7 +33,7 @@ def run_step(step: str, out: Path, python: Path, **extra: str) -> subprocess.Com
             **os.environ,
             "PY": str(python),
             "OUT": str(out),
-            "WHEELS": str(out / "none"),
+            "CARRY": str(out / "none"),
             "SITE": str(out / "site"),
             **extra,
         },
@@ -81,39 +82,54 @@ def test_a_part_that_hangs_or_fails_leaves_the_figures_of_the_others(
     assert figures[-1] == "| two hooks | 0.99 |"
 
 
-def test_wheels_in_pieces_are_unpacked_once(tmp_path: Path) -> None:
+def fat_binary(*entries: tuple[int, int, bytes]) -> bytes:
+    """Return device code as a compiler embeds it, of (kind, architecture, code)."""
+    body = b""
+    for kind, arch, code in entries:
+        body += struct.pack("<HHIQ", kind, 0, 64, len(code)).ljust(28) + struct.pack("<I", arch)
+        body = body.ljust(len(body) + 32, b"h") + code
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_wheels_are_packed_for_one_card_and_unpacked_once(tmp_path: Path) -> None:
+    ptx, elf, filler = 1, 2, b"host code"
+    several = fat_binary((elf, 80, b"A" * 8), (elf, 90, b"B" * 16), (ptx, 80, b"C" * 8))
+    only_ptx = fat_binary((elf, 80, b"D" * 8), (ptx, 80, b"E" * 8))
+    files = {
+        "thing.py": b"x = 1\n",
+        "thing-1.0.dist-info/METADATA": b"Name: thing\n",
+        "thing/_C.abi3.so": filler + several + filler + only_ptx,
+        "thing/_C.cpython-310-x86_64-linux-gnu.so": b"of another Python",
+        "thing/plain.so": filler,
+        "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": several,
+    }
     wheels = tmp_path / "wheels"
     wheels.mkdir()
-    whole = wheels / "thing-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(whole, "w") as wheel:
-        wheel.writestr("thing.py", "x = 1\n")
-        wheel.writestr("thing-1.0.dist-info/METADATA", "Name: thing\n")
-    data = whole.read_bytes()
-    whole.unlink()
-    pieces = [Path(f"{whole}.{number:02}") for number in range(3)]
-    arguments = [sys.executable, str(FOLDER / "rows.py"), "unpack", "wheels", "site"]
-    for lacking in range(3):
-        for number, piece in enumerate(pieces):
-            piece.write_bytes(data[100 * number : 100 * (number + 1) if number < 2 else None])
-        pieces[lacking].unlink()
-        left_out = subprocess.run(
-            arguments, cwd=tmp_path, check=True, capture_output=True, text=True
-        )
-        assert left_out.stdout == "thing-1.0 lacks a piece: 2 are here, and it is left out\n"
-    pieces[2].write_bytes(data[200:])
-    subprocess.run(arguments, cwd=tmp_path, check=True)
+    with zipfile.ZipFile(wheels / "thing-1.0-py3-none-any.whl", "w") as wheel:
+        for name, data in files.items():
+            wheel.writestr(name, data)
+    with zipfile.ZipFile(wheels / "numpy-2.0-cp312-cp312-manylinux_x86_64.whl", "w") as wheel:
+        wheel.writestr("numpy.py", "")  # the image has one
+    script = [sys.executable, str(FOLDER / "packages.py")]
+    packed = [*script, "pack", "wheels", "carry"]
+    subprocess.run(packed, cwd=tmp_path, check=True, capture_output=True)
+    unpack = [*script, "unpack", "carry", "site"]
+    subprocess.run(unpack, cwd=tmp_path, check=True)
     site = tmp_path / "site"
-    assert (site / "thing.py").read_text() == "x = 1\n"
+    there = {str(path.relative_to(site)) for path in site.rglob("*") if path.is_file()}
+    assert {name for name in there if name.startswith(("thing", "vllm", "numpy"))} == {
+        "thing.py", "thing-1.0.dist-info/METADATA", "thing/_C.abi3.so", "thing/plain.so",
+    }  # fmt: skip
+    left = several.replace(b"A" * 8, bytes(8)).replace(b"C" * 8, bytes(8))
+    left = filler + left + filler + only_ptx.replace(b"D" * 8, bytes(8))
+    assert (site / "thing/_C.abi3.so").read_bytes() == left
     (site / "thing.py").write_text("x = 2\n")
-    subprocess.run(arguments, cwd=tmp_path, check=True)
+    subprocess.run(unpack, cwd=tmp_path, check=True)
     assert (site / "thing.py").read_text() == "x = 2\n"
-    (wheels / "other-1.0-cp39-cp39-manylinux_2_28_x86_64.whl").touch()
-    other = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
-    assert other.stderr.startswith("wheels is of another Python than cp3")
 
 
 def test_commands_are_found_where_nothing_is_installed(tmp_path: Path) -> None:
-    unpack = [sys.executable, str(FOLDER / "rows.py"), "unpack", "none", "site"]
+    unpack = [sys.executable, str(FOLDER / "packages.py"), "unpack", "none", "site"]
     subprocess.run(unpack, cwd=tmp_path, check=True)
     names = (
         "from importlib.metadata import distributions; import sys; "
