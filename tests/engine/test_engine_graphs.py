@@ -186,6 +186,7 @@ def test_graphs_whose_rows_are_not_those_of_the_eager_engine_are_refused(
     done = h.warm_engine().run(["-c", script, *words, *dummy], environment, h.TIMEOUT_S)
     assert done.returncode != 0
     assert "E507" in done.stderr and "without compilation and graphs" in done.stderr
+    assert "Use another cudagraph_mode, or enforce_eager=true." in done.stderr
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,10 @@ def test_tokenizer_of_a_model_folder_loads_and_a_missing_one_is_refused(tmp_path
     with pytest.raises(ActdsError) as caught:
         load_tokenizer(make_tiny_model(tmp_path / "bare"))
     assert caught.value.code == "E005"
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"num_attention_heads": 7}))
+    with pytest.raises(ActdsError, match=r"E005 tiny tokenizer: .*multiple of the number of att"):
+        load_tokenizer(model)
 
 
 def test_no_generated_token_is_refused(tokenizer: Any) -> None:

@@ -65,8 +65,11 @@ def test_rows_of_graphs_are_held_against_eager_ones_prompts_and_decoded_apart() 
     compare = hook_check.compare_with_eager
     assert compare({hook: served}, eager, BOUND, parts) == pytest.approx(95e-6, rel=0.1)
     served[19] = STATES[1][18]  # one row of twenty, of another token
-    with pytest.raises(ActdsError, match=r"E507 hook resid_post\.1: .* without compilation"):
+    with pytest.raises(
+        ActdsError, match=r"E507 hook resid_post\.1: .* without compilation"
+    ) as raised:
         compare({hook: served}, eager, BOUND, parts)
+    assert "another cudagraph_mode" in raised.value.next_step
     assert compare({hook: served}, eager, BOUND, parts[:1]) < 1e-3
     fact = HookCheck("table", {}, {}, 0, "no weights", 2e-6).fact()
     assert json.loads(str(fact.value))["eager"] == "2e-06"

@@ -149,8 +149,8 @@ def _renamed(model: Path) -> dict[str, int]:
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(model, local_files_only=True).get_text_config()
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}  # no transformers, a family that it does not know, or a broken file
+    except Exception:  # no transformers, a family that it does not know, or a broken file
+        return {}
     names = ("num_hidden_layers", "hidden_size", "max_position_embeddings")
     sizes = {name: getattr(config, name, None) for name in names}
     return {name: value for name, value in sizes.items() if isinstance(value, int)}

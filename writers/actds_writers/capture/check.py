@@ -274,7 +274,7 @@ def compare_with_eager(
         distances.append(float(np.max([apart[part].mean() for part in parts])))
         if not distances[-1] <= bounds[hook.name]:  # also true for not-a-number
             words = "as the same engine computes them without compilation and graphs"
-            errors.append(_mismatch(hook.name, distances[-1], bounds[hook.name], words))
+            errors.append(_mismatch(hook.name, distances[-1], bounds[hook.name], words, IN_GRAPHS))
     raise_all(errors)
     return max(distances)
 
@@ -300,12 +300,21 @@ def row_distances(got: np.ndarray, want: np.ndarray) -> np.ndarray:
     return distances
 
 
-def _mismatch(hook: str, distance: float, limit: float, words: str) -> ActdsError:
+IN_GRAPHS = (
+    "Use another cudagraph_mode, or enforce_eager=true. Compare the engine's own answers in both: "
+    "what its graphs compute may differ whether or not it is harvested."
+)
+
+
+def _mismatch(
+    hook: str, distance: float, limit: float, words: str, next_step: str | None = None
+) -> ActdsError:
     return ActdsError(
         "E507",
         f"hook {hook}",
         got=f"rows {_decimal(distance)} (mean relative L2) from the model's own, {words}",
         expected=f"at most {_decimal(limit)}",
+        next_step=next_step,
     )
 
 

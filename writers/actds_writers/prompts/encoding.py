@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from actds.errors import ActdsError
+from actds.text import one_line
 from actds_writers.ipc.messages import packed
 from actds_writers.model_folder import SpecialTokens
 from actds_writers.prompts.records import Message, OnBroken, Prompt, first_line
@@ -103,8 +104,8 @@ def load_tokenizer(model: Path) -> Tokenizer:
         ) from None
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        got, expected = first_line(error), "a readable tokenizer"
+    except Exception as error:  # whatever a family's code raises
+        got, expected = one_line(error, 400), "a readable tokenizer"
         raise ActdsError("E005", f"{model.name} tokenizer", got=got, expected=expected) from None
     return tokenizer
 
