@@ -30,7 +30,7 @@ import pyarrow.compute as pc
 import torch
 from safetensors.torch import load_file, save_file
 
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.explore import dataset as reading
 from actds.format.readouts import directions, readouts_of
 from actds.format.schema import DType
@@ -176,7 +176,7 @@ class Fingerprints:
 
     @cache  # noqa: B019
     def of(self, served: Served) -> Readouts:
-        catalog = Catalog.read(open_store(self.work.serve(served)))
+        catalog = read_catalog(open_store(self.work.serve(served)))
         pairs = list(pairs_of(catalog, self.drawn.values()))
         assert self.spec is not None
         numbers = {}

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.format.readouts import Readouts
 from actds.format.schema import DType
 from actds.publish.sealing import seal
@@ -80,7 +80,7 @@ def measure(n_hooks: int, rows_per_shard: int, n_requests: int, d_model: int) ->
             pipeline.send_client_facts(ClientFacts())
             pipeline.finish("finished")
         seconds = time.monotonic() - began
-        n_shards = len(Catalog.read(open_store(out)).shards)
+        n_shards = len(read_catalog(open_store(out)).shards)
         before = Counter(counts)
         seal(open_store(out))
     puts = {kind: n for (method, kind), n in sorted(before.items()) if method == "PUT"}

@@ -28,7 +28,8 @@ import pyarrow.compute as pc
 
 import actds
 from actds.cli.command import SettingsCommand
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format.tables import is_served
 from actds.store import open_store
@@ -152,7 +153,7 @@ def stress(needs: PlanResult, folder: Path, seconds: float) -> StressResult:
             plan = replace(plan, engine=kind.of_replica(plan.engine, 0))
         with _peak(_memory) as peak, _peak(device_memory) as device:
             harvest_plan(settings, plan, feed=_timed(seconds))
-        catalog = Catalog.read(open_store(settings.out))
+        catalog = read_catalog(open_store(settings.out))
         return _result(catalog, plan, max(peak, default=None), max(device, default=None))
 
 

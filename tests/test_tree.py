@@ -29,8 +29,8 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 92_490,
-    "modules": 273,
+    "shipped lines": 92_540,
+    "modules": 274,
     "modules with one importer": 53,
     "arguments of one function": 15,
     "fmt: skip": 10,

@@ -214,10 +214,10 @@ def info_command(path: str, as_json: bool) -> None:
       actds info acts --json
     """
     from actds.dataset.info import describe, page
-    from actds.dataset.reading import Catalog
+    from actds.dataset.reading import read_catalog
     from actds.store import open_store
 
-    facts = describe(Catalog.read(open_store(path), apart=True))
+    facts = describe(read_catalog(open_store(path), apart=True))
     if as_json:
         print_json(envelope("info", asdict(facts)))
     else:

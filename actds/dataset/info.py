@@ -13,8 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.fates import COMPUTED, FATE_COLUMNS, fate_counts, n_computed
-from actds.dataset.reading import Catalog, unknown_columns
+from actds.dataset.reading import unknown_columns
 from actds.dataset.sources import LabelFacts, SourceFacts, label_facts, read_records, source_facts
 from actds.format import arrays, tables
 from actds.format.inclusion import INCLUSION, Sample, inclusion_of_rows, is_drawn_from

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
 from actds.errors import Finding
 from actds.format.schema import PartTable
 from actds.format.tables import TableName

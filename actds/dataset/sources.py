@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.labels import Label, label_text, parse_labels

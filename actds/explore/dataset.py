@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TypedDict, cast
 import numpy as np
 import pyarrow as pa
 
-from actds.dataset.reading import Catalog, unknown_columns
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog, unknown_columns
 from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.explore import show
@@ -87,7 +88,7 @@ def open(
     pinned = None if seal is None else parse_pin(seal)
     store = open_store(uri)
     _give_cache(store, cache, cache_bytes)
-    catalog = Catalog.read(store, seal=pinned)
+    catalog = read_catalog(store, seal=pinned)
     if not catalog.is_sealed:
         _accept(catalog.not_sealed(str(uri)), i_accept_unsealed)
     try:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
 from actds.errors import ActdsError
 from actds.explore.lazy import LazyArray, Recent
 from actds.format.inclusion import mixed

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.fates import fate_counts
-from actds.dataset.reading import Catalog
 from actds.errors import not_installed
 from actds.explore.lazy import LazyArray
 from actds.format.tables import DISPOSITIONS, EXTERNAL, PHASES

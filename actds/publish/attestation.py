@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from actds.dataset.reading import Catalog, read_dataset
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_dataset
 from actds.errors import ActdsError, Severity
 from actds.format import canonical
 from actds.publish.card import AuditAnswer, AuditPlace

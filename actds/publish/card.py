@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.info import (
     Facts,
     changes_in_words,
@@ -22,7 +23,7 @@ from actds.dataset.info import (
     odd_values,
     sample_in_words,
 )
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError, Finding
 from actds.format import canonical
 from actds.format.schema import REQUIRED_PROVENANCE
@@ -125,11 +126,11 @@ def card(
         audit: file that ``actds audit --json`` wrote of the dataset as it is.
 
     Raises:
-        ActdsError: E306 not sealed; E009 a bad licence or audit; and as ``Catalog.read``; E503.
+        ActdsError: E306 not sealed; E009 a bad licence or audit; and as ``read_catalog``; E503.
 
     Spec: 0.1 section 2.4.
     """
-    catalog = Catalog.read(open_store(os.fspath(path)))
+    catalog = read_catalog(open_store(os.fspath(path)))
     if not catalog.is_sealed:
         raise catalog.not_sealed()
     read = None if audit is None else _read_audit(audit, catalog.digest)

@@ -14,8 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.info import Facts, HookFacts, RunFacts
-from actds.dataset.reading import Catalog
 from actds.format.arrays import SHARD_PATH
 from actds.format.tables import SCHEMAS
 from actds.store import layout

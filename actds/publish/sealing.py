@@ -17,8 +17,9 @@ from typing import Any
 import pyarrow as pa
 
 from actds.dataset.account import TOTALS, Account, Census
+from actds.dataset.catalog import Catalog, heads_root
 from actds.dataset.drawn import columns_of
-from actds.dataset.reading import CENSUS_TABLES, Catalog, heads_root, no_such_seal
+from actds.dataset.reading import CENSUS_TABLES, no_such_seal, read_catalog
 from actds.dataset.redacted import left_over
 from actds.dataset.replacement import Replacement, committed
 from actds.errors import ActdsError, Finding, Findings, Severity
@@ -119,7 +120,7 @@ def sealed_catalog(
     """Seal a dataset as ``seal``; return the catalogue that the seal is of, read once."""
     store = open_store(store)
     store.check_create_only()
-    catalog = Catalog.read(store, apart=apart)
+    catalog = read_catalog(store, apart=apart)
     heads = _heads(catalog)
     if catalog.is_sealed and catalog.seal is not None:
         _put_beside(catalog)
@@ -146,7 +147,7 @@ def sealed_catalog(
     except ActdsError as error:
         if error.code != "E309":
             raise
-        catalog = Catalog.read(store, apart=apart)
+        catalog = read_catalog(store, apart=apart)
         if not catalog.is_sealed:  # else another process has just done it
             raise
     _put_beside(catalog)

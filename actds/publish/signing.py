@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format import canonical
 from actds.publish.attestation import Document, judged
@@ -207,7 +208,7 @@ def verify(
             that does not hold; E803 what was signed is another statement; E806 ``SHA256SUMS`` is
             not that of the seal; E102, E103 attestations that are none; E021 a key that cannot be
             used; E009 nobody to trust; E804 no such seal; E807 the trust root cannot be had; E306
-            not sealed; E011; as ``Catalog.read``.
+            not sealed; E011; as ``read_catalog``.
 
     Spec: 0.1 sections 15.4, 15.6, 15.7 and 15.8.
     """
@@ -300,7 +301,7 @@ def _unsigned(catalog: Catalog, file: str, path_of: Callable[[int], str]) -> Act
 
 
 def _sealed(store: Store, seal: str | None) -> Catalog:
-    catalog = Catalog.read(store, seal=None if seal is None else parse_pin(seal))
+    catalog = read_catalog(store, seal=None if seal is None else parse_pin(seal))
     if not catalog.is_sealed:
         raise catalog.not_sealed()
     return catalog

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from actds.dataset.reading import Catalog, read_dataset
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog, read_dataset
 from actds.errors import ActdsError, not_installed
 from actds.executor import Executor, ExecutorName, open_executor
 from actds.publish.card import put_card
@@ -232,13 +233,13 @@ def push(
     Raises:
         ActdsError: E306 not sealed; E009 no local folder, or another URI; E202 a file differs from
             its digest, here or on the Hub; E008 the repository holds another dataset, or a later
-            state; E508 the Hub refuses or does not answer; E011; and as ``Catalog.read``.
+            state; E508 the Hub refuses or does not answer; E011; and as ``read_catalog``.
     """
     folder = local_folder(os.fspath(path))
     if folder is None:
         raise ActdsError("E009", "PATH", got=os.fspath(path), expected="a local folder")
     store = LocalStore(folder)
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     if not catalog.is_sealed:
         raise catalog.not_sealed()
     # Only what is missing: the other may have a licence, a verdict, or words of its owner.
@@ -305,7 +306,7 @@ def pull(
             sealed, as while a push goes on; E104 a file is missing there; E202 a file has
             another digest; E804, E805 it does not extend the pinned seal; E009 another URI, or a
             pin that is no digest; E010 another pull works on OUT; E508 the Hub refuses or does not
-            answer; E011; and as ``Catalog.read``.
+            answer; E011; and as ``read_catalog``.
     """
     pinned = None if seal is None else parse_pin(seal)
     target = local_folder(os.fspath(out))
@@ -333,7 +334,7 @@ def pull(
         fetching.fetch(dict.fromkeys(n for n in (*documents, *layout.BESIDE) if n in entries))
         data = _data(_read_documents(partial, pinned))
         fetching.fetch(data)
-        catalog = Catalog.read(LocalStore(partial))
+        catalog = read_catalog(LocalStore(partial))
         shutil.rmtree(partial / _NOTES, ignore_errors=True)
         partial.rename(target)
     return Transfer(

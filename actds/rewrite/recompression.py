@@ -17,11 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.commit import NewShard
 from actds.dataset.heartbeat import remove_stale
 from actds.dataset.ledger import Chain, fence
 from actds.dataset.owners import find_owners
-from actds.dataset.reading import Catalog, need_dataset
+from actds.dataset.reading import need_dataset, read_catalog
 from actds.errors import ActdsError
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays, encoding
@@ -105,7 +106,7 @@ def recompress(
     with ExitStack() as stack:
         stack.callback(os.close, lock_dataset(store.root))
         sealed = _replace(store, shards, note, executor)
-        catalog = Catalog.read(store)
+        catalog = read_catalog(store)
         n_removed = _remove_leftovers(store, catalog)
         removable = catalog.removable
         for name in () if keep else removable:
@@ -126,7 +127,7 @@ def _replace(
 ) -> Seal | None:
     """Replace shards; the new seal of a dataset that was sealed."""
     _end_dead_tools(store)
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     raw = _selected(catalog, wanted)
     # The last seal lacks nothing but chains of tools that came after it.
     is_sealed = catalog.seal is not None and all(
@@ -148,7 +149,7 @@ def _replace(
 
 def _end_dead_tools(store: LocalStore) -> None:
     """Fence the open tool chains, after making sure that no process of an open chain is left."""
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     owners = find_owners(store, catalog.chains.values())
     owners.require_gone()
     for chain, who in owners.ended.items():

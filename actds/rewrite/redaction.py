@@ -24,12 +24,13 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.commit import NewShard
 from actds.dataset.commit import redact as commit_redacted
 from actds.dataset.heartbeat import remove_stale
 from actds.dataset.ledger import Chain, fence
 from actds.dataset.owners import find_owners
-from actds.dataset.reading import Catalog, need_dataset
+from actds.dataset.reading import need_dataset, read_catalog
 from actds.dataset.redacted import FORGOTTEN, LINES, files_left, is_of, left_over, redacted_id
 from actds.dataset.replacement import committed
 from actds.errors import ActdsError, BusyError
@@ -107,7 +108,7 @@ def redact(
         if isinstance(store, LocalStore):
             stack.callback(os.close, lock_dataset(store.root))
         _end_dead_tools(store)
-        catalog = Catalog.read(store)
+        catalog = read_catalog(store)
         # A dataset that was sealed lacks, at most, chains of tools in its seal.
         was_sealed = catalog.seal is not None and all(
             state.kind == "tool" or chain in catalog.seal.heads
@@ -129,14 +130,14 @@ def redact(
             work.of_run(catalog, chain, run, sorted(wanted[run]))
         for run, chain in chains.items():
             chain.close("finished", {"requests": len(wanted[run])})
-        catalog = Catalog.read(store)
+        catalog = read_catalog(store)
         left = [path for run in wanted for path in files_left(catalog, run)]
         left += _never_committed(catalog, wanted)
         for name in left:
             remove_file(store, name)
         is_imported = any(map(catalog.is_imported, catalog.runs_with_data))
         n = seal(store, imported=is_imported).n if was_sealed else None
-        digest = Catalog.read(store).digest
+        digest = read_catalog(store).digest
     if missing:
         raise _no_such_request(missing)
     ascending = {run: sorted(of_run) for run, of_run in wanted.items()}
@@ -148,7 +149,7 @@ def redact(
 
 def _end_dead_tools(store: Store) -> None:
     """Fence the tool chains that nobody works on any more."""
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     tools = [chain for chain in catalog.chains.values() if chain.kind == "tool"]
     owners = find_owners(store, tools)
     owners.require_gone()
@@ -471,7 +472,7 @@ def find_dependents(store: Store, where: Iterable[str | Path]) -> list[str]:
     Raises:
         ActdsError: what the catalogue raises.
     """
-    catalog, here = Catalog.read(store), local_folder(store.uri)
+    catalog, here = read_catalog(store), local_folder(store.uri)
     names = [catalog.genesis.dataset, *catalog.seal_digests]
     naming: dict[str, None] = {}
     for file in (file for place in where for file in _files(Path(place))):

@@ -23,9 +23,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.commit import NewShard
 from actds.dataset.ledger import Chain
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import CODES, ActdsError
 from actds.executor import ExecutorName
 from actds.format import arrays, canonical, encoding, schema, tables
@@ -137,7 +138,7 @@ def shuffle(
         raise _bad("codec", repr(codec), f"one of {', '.join(CODECS)}")
     if not 0 <= seed < 2**63:
         raise _bad("seed", str(seed), "an integer from 0")
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     if not catalog.is_sealed:
         raise catalog.not_sealed(store.uri)
     n_rows = _rows_that_fit(catalog, rows_per_shard, memory_nbytes)
@@ -286,7 +287,7 @@ class _Shuffle:
                     shutil.rmtree(entry)
         store = LocalStore(self._store.root)
         chains = [chain for run in self._catalog.runs_with_data for chain in self._copy(store, run)]
-        written = Catalog.read(store)
+        written = read_catalog(store)
         totals = {run: account_run(written, run).totals for run in self._catalog.runs_with_data}
         for chain, run, kind in chains:
             chain.close(_reason(self._catalog, run, kind), _close_totals(totals[run], kind))
@@ -436,7 +437,7 @@ def _close_totals(totals: dict[str, int], kind: ChainKind) -> dict[str, int]:
 
 
 def _result(catalog: Catalog, out: Path, plan: _Plan) -> Shuffled:
-    copy = Catalog.read(LocalStore(out))
+    copy = read_catalog(LocalStore(out))
     assert copy.seal is not None, "the copy was sealed"
     return Shuffled(
         path=str(out),

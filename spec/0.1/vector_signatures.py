@@ -18,7 +18,7 @@ from typing import Any
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.format import canonical
 from actds.publish.sealing import PAYLOAD_TYPE, statement, sums
 from actds.store import layout
@@ -51,7 +51,7 @@ def write_signatures(root: Path) -> None:
     for name in ("trusted", "other"):
         pem = _key(name).public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
         (folder / "keys" / f"{name}.pub").write_bytes(pem)
-    catalog = Catalog.read(LocalStore(root / "valid" / BASE))
+    catalog = read_catalog(LocalStore(root / "valid" / BASE))
     payload = statement(catalog)
     good = {"payload": _b64(payload), "payloadType": PAYLOAD_TYPE, "signatures": []}
     for case in _cases(sums(catalog)):

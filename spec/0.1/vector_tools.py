@@ -10,7 +10,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from actds.dataset.reading import heads_root, read_dataset
+from actds.dataset.catalog import heads_root
+from actds.dataset.reading import read_dataset
 from actds.format import canonical, tables
 from actds.format.schema import FileEntry, Head
 from actds.format.shard import files_root, row_set_sha256

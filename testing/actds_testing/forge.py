@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from actds.dataset.reading import heads_root
+from actds.dataset.catalog import heads_root
 from actds.format import canonical
 from actds.format.schema import FileEntry, Head
 from actds.format.shard import files_root

@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.store import local_folder, open_store
 from actds.store.local import lock_dataset
@@ -122,7 +122,7 @@ def wait_until_ended(out: str) -> None:
     """Wait until writer and census have closed their chains; they may outlive the server."""
     deadline = time.monotonic() + 60
     while True:
-        catalog = Catalog.read(open_store(out))
+        catalog = read_catalog(open_store(out))
         if {chain.state for chain in catalog.chains.values()} == {"closed"}:
             break
         assert time.monotonic() < deadline, "the dataset is still being written"

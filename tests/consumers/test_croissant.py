@@ -11,7 +11,7 @@ import pytest
 
 import actds
 from actds.dataset.info import describe
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.store.local import LocalStore
 
 
@@ -38,7 +38,7 @@ def test_mlcroissant_reads_every_row_of_every_table(
         if one["@type"] == "cr:FileSet"
     }
     assert {"tokens", "requests", "steps", "spans"} <= patterns.keys()
-    hooks = {hook.name: hook for hook in describe(Catalog.read(LocalStore(path))).hooks}
+    hooks = {hook.name: hook for hook in describe(read_catalog(LocalStore(path))).hooks}
     for records in croissant.metadata.record_sets:
         files = [file for pattern in patterns[records.name] for file in path.glob(pattern)]
         if records.name in hooks:  # zarr, which it describes and cannot read

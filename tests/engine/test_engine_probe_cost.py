@@ -13,7 +13,7 @@ from probe_cost import Arm, Timing, TimingTask, fit
 from probe_timing import time_probes
 
 import actds
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_random_model
@@ -86,7 +86,7 @@ def test_the_scores_that_were_timed_are_products_of_the_rows_that_were_captured(
     timing: Timing, folder: Path, n_probes: int
 ) -> None:
     (place,) = folder.glob(f"acts-{n_probes}-*")
-    catalog = Catalog.read(open_store(place))
+    catalog = read_catalog(open_store(place))
     (run,) = catalog.runs_with_data
     readouts = catalog.table("readouts", run)
     # Warm-up and rounds: 16 prompt tokens, and all 16 generated ones but the last are fed.

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import actds
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog
 from actds.rewrite.redaction import redact
 from actds.store import open_store
 from actds_testing.harvest import validated
@@ -78,7 +79,7 @@ def chat(client: Any, n: int) -> Chat:
 
 
 def datasets_of(out: Path) -> dict[str, Catalog]:
-    catalogs = [Catalog.read(open_store(path)) for path in sorted(out.iterdir())]
+    catalogs = [read_catalog(open_store(path)) for path in sorted(out.iterdir())]
     return {catalog.genesis.dataset: catalog for catalog in catalogs}
 
 
@@ -203,10 +204,10 @@ def _wanted(one: Chat, n: int) -> set[int]:
 def _check_redaction(one: Chat, catalogs: dict[str, Catalog]) -> None:
     """A chat that is redacted is in no file, and all else validates."""
     path = Path(catalogs[one.handle["dataset"]].store.uri)
-    before = rows_by_name([Catalog.read(open_store(path))])
+    before = rows_by_name([read_catalog(open_store(path))])
     redact(path, [one.answer.id])
     name = f"chatcmpl-{one.name}"
-    after = rows_by_name([Catalog.read(open_store(path))])
+    after = rows_by_name([read_catalog(open_store(path))])
     assert before[name] and {n: of for n, of in before.items() if n != name and of} == {
         n: of for n, of in after.items() if of
     }

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import actds
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.format.schema import RowCounts
 from actds.store import open_store
 from actds_testing import harvest as h
@@ -68,7 +68,7 @@ def harvest(
         engine="transformers", max_tokens=4, rows_per_shard=16, observer=observer,
         engine_args={"max_num_seqs": 1}, **more,
     )  # fmt: skip
-    shards = Catalog.read(open_store(out)).shards
+    shards = read_catalog(open_store(out)).shards
     assert len(shards) > 3
     return result, RowCounts.by_hook(shard.values for shard in shards), observer.snapshot
 

@@ -20,7 +20,7 @@ import actds
 import actds.dataset.commit
 from actds.cli import cli
 from actds.dataset.ledger import Chain
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format import arrays, canonical, encoding
 from actds.format.schema import ReplaceBody
@@ -54,7 +54,7 @@ def raw_dataset(path: Path, *, every: int = 1, **options: Any) -> Path:
 
 def rows_of(path: Path) -> Rows:
     """Return everything that a reader sees, in its order."""
-    catalog = Catalog.read(LocalStore(path))
+    catalog = read_catalog(LocalStore(path))
     found: Rows = {hook: [] for hook in HOOKS} | {"tokens": [], "what": []}
     for run in catalog.run_ids:
         for one in catalog.shards_of(run):
@@ -80,7 +80,7 @@ def clean(path: Path) -> None:
 
 
 def compressions(path: Path) -> set[str]:
-    return {manifest.compression for manifest in Catalog.read(LocalStore(path)).shards}
+    return {manifest.compression for manifest in read_catalog(LocalStore(path)).shards}
 
 
 def documents(path: Path) -> dict[str, bytes]:
@@ -93,7 +93,7 @@ def test_raw_shards_become_normal_with_every_row_in_its_place(tmp_path: Path) ->
     path = raw_dataset(tmp_path / "d", every=2, rows_per_shard=24)
     make_dataset(path, n_requests=4, seed=7, run="r-second")
     before, history, digest = rows_of(path), documents(path), actds.open(path).digest
-    raw = [m for m in Catalog.read(LocalStore(path)).shards if m.compression == "raw"]
+    raw = [m for m in read_catalog(LocalStore(path)).shards if m.compression == "raw"]
     assert len(raw) > 2 and compressions(path) == {"raw", "normal"}
     done = recompress(path)
     assert list(done.shards) == [manifest.shard for manifest in raw]
@@ -133,7 +133,7 @@ def test_an_unsealed_dataset_stays_unsealed(tmp_path: Path) -> None:
     path = raw_dataset(tmp_path / "d", sealed=False)
     before = rows_of(path)
     assert recompress(path).seal is None
-    assert Catalog.read(LocalStore(path)).seal is None and compressions(path) == {"normal"}
+    assert read_catalog(LocalStore(path)).seal is None and compressions(path) == {"normal"}
     seal(path)
     same_rows(before, rows_of(path))
     clean(path)
@@ -141,7 +141,7 @@ def test_an_unsealed_dataset_stays_unsealed(tmp_path: Path) -> None:
 
 def test_named_shards_only_and_a_second_call_changes_nothing(tmp_path: Path) -> None:
     path = raw_dataset(tmp_path / "d", rows_per_shard=24)
-    names = [manifest.shard for manifest in Catalog.read(LocalStore(path)).shards]
+    names = [manifest.shard for manifest in read_catalog(LocalStore(path)).shards]
     assert list(recompress(path, names[1:2]).shards) == names[1:2]
     assert compressions(path) == {"raw", "normal"}
     history = documents(path)
@@ -171,7 +171,7 @@ def test_kept_files_are_no_finding_and_go_with_the_next_call(tmp_path: Path) -> 
 
 def test_a_damaged_shard_is_not_replaced_and_the_others_are(tmp_path: Path) -> None:
     path = raw_dataset(tmp_path / "d", rows_per_shard=24)
-    raw = Catalog.read(LocalStore(path)).shards
+    raw = read_catalog(LocalStore(path)).shards
     name = raw[1].shard
     file = path / layout.shard_dir(name) / layout.array_dir(HOOKS[1]) / arrays.SHARD_PATH
     # A change that the checksums inside agree with: only the digest shows it.
@@ -180,7 +180,7 @@ def test_a_damaged_shard_is_not_replaced_and_the_others_are(tmp_path: Path) -> N
     file.write_bytes(b"".join(encoded.parts))
     with pytest.raises(ActdsError, match=f"E202 shards/{name}"):
         recompress(path)
-    catalog = Catalog.read(LocalStore(path))
+    catalog = read_catalog(LocalStore(path))
     assert catalog.is_sealed and [m.shard for m in catalog.replaced] == [raw[0].shard]
     assert {finding.code for finding in validate(path).findings} == {"E105", "E202"}
 
@@ -210,7 +210,7 @@ def test_bits_that_differ_are_never_committed(
     with pytest.raises(ActdsError, match="E204 shards/t-"):
         recompress(path)
     monkeypatch.undo()
-    catalog = Catalog.read(LocalStore(path))
+    catalog = read_catalog(LocalStore(path))
     assert catalog.replaced == [] and compressions(path) == {"raw"}
     recompress(path)
     clean(path)
@@ -366,7 +366,7 @@ def test_a_replacement_can_be_replaced(tmp_path: Path) -> None:
 def again(path: Path) -> None:
     """Replace the first shard by a copy of itself."""
     store = LocalStore(path)
-    old = Catalog.read(store).shards[0]
+    old = read_catalog(store).shards[0]
     chain = Chain.begin(store, old.dataset, old.run, "tool", "test")
     name = f"{chain.chain}-000000"
     shutil.copytree(path / "shards" / old.shard, path / "shards" / name)

@@ -19,7 +19,7 @@ import actds
 import actds.dataset.commit
 from actds.cli import cli
 from actds.dataset.ledger import Chain
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.dataset.redacted import LINES
 from actds.errors import ActdsError
 from actds.format.readouts import Readouts
@@ -53,7 +53,7 @@ def busy_dataset(path: Path, **options: Any) -> Path:
 
 def rows_of(path: Path | str) -> dict[Key, dict[str, Any]]:
     """Return the labels and bits of every row, by run, request and position."""
-    catalog = Catalog.read(open_store(path))
+    catalog = read_catalog(open_store(path))
     found: dict[Key, dict[str, Any]] = {}
     for shard in (shard for run in catalog.run_ids for shard in catalog.shards_of(run)):
         bits: dict[str, Any] = {}
@@ -72,7 +72,7 @@ def clean(path: Path) -> Seal:
     found = validate(path, "deep")
     assert {finding.code for finding in found.findings} <= {"E410"}, found.findings
     assert {finding.code for finding in validate_independently(path, deep=True)} <= {"E410"}
-    seal = Catalog.read(LocalStore(path)).seal
+    seal = read_catalog(LocalStore(path)).seal
     assert seal is not None
     return seal
 
@@ -84,7 +84,7 @@ def of_requests(rows: dict[Key, Any], numbers: set[int]) -> dict[Key, Any]:
 def check_gone(path: Path, numbers: set[int], before: dict[Key, Any]) -> None:
     rows, gone = rows_of(path), of_requests(before, numbers)
     assert gone and rows == {key: row for key, row in before.items() if key not in gone}
-    catalog = Catalog.read(LocalStore(path))
+    catalog = read_catalog(LocalStore(path))
     assert catalog.redacted(RUN) == numbers and catalog.removable == []
     for table in LINES:
         assert not numbers & {*catalog.table(table, RUN)["request"].to_pylist()}
@@ -120,7 +120,7 @@ def test_searched_byte_by_byte_no_file_holds_what_a_request_was(tmp_path: Path) 
     rows = rows_of(path)
     before = of_requests(rows, {3})
     others = {row[f"resid_post.{n}"] for key, row in rows.items() if key[1] != 3 for n in (0, 1)}
-    table = Catalog.read(LocalStore(path)).table("requests", RUN)
+    table = read_catalog(LocalStore(path)).table("requests", RUN)
     line = table.slice(3, 1).to_pylist()[0]
     bits = {row[f"resid_post.{n}"] for row in before.values() for n in (0, 1)} - others
     assert len(bits) > 8  # the others are those of the same tokens at the same positions
@@ -160,14 +160,14 @@ def test_any_request_of_any_vector_can_go(tmp_path: Path, name: str) -> None:
         shutil.copytree(VECTORS / "valid" / name, path)
         redact(path, [f"r-vector/{number}"])  # of the vector redacted, one that has been already
         clean(path)
-        assert number in Catalog.read(LocalStore(path)).redacted("r-vector")
+        assert number in read_catalog(LocalStore(path)).redacted("r-vector")
         assert all(key[1] != number for key in rows_of(path))
 
 
 def test_one_after_the_other_and_none_twice(tmp_path: Path) -> None:
     path = busy_dataset(tmp_path / "d")
     before = rows_of(path)
-    ids = Catalog.read(LocalStore(path)).table("requests", RUN)["external_id"].to_pylist()
+    ids = read_catalog(LocalStore(path)).table("requests", RUN)["external_id"].to_pylist()
     redact(path, [ids[5]])
     redact(path, [ids[2], ids[6]])
     check_gone(path, {2, 5, 6}, before)
@@ -204,18 +204,18 @@ def test_requests_are_found_by_the_ids_that_a_server_makes_and_by_label(tmp_path
 def test_a_run_that_is_written_still_is_left_alone(tmp_path: Path) -> None:
     path = busy_dataset(tmp_path / "d")
     store = LocalStore(path)
-    dataset = Catalog.read(store).genesis.dataset
+    dataset = read_catalog(store).genesis.dataset
     chain = Chain.begin(store, dataset, RUN, "writer", "test")
     with pytest.raises(ActdsError, match=r"E305 ledger/w-.*open writer chain"):
         redact(path, [f"{RUN}/1"])
     chain.close("finished", {"rows": 0, "dropped_tokens": 0, "recomputed_tokens": 0})
-    assert not Catalog.read(store).replacements
+    assert not read_catalog(store).replacements
 
 
 def test_an_unsealed_dataset_stays_unsealed(tmp_path: Path) -> None:
     path = busy_dataset(tmp_path / "d", sealed=False)
     done = redact(path, [f"{RUN}/1"])
-    assert done.seal is None and Catalog.read(LocalStore(path)).seal is None
+    assert done.seal is None and read_catalog(LocalStore(path)).seal is None
     actds.seal(path)
     clean(path)
 
@@ -225,7 +225,7 @@ def test_who_pinned_an_older_seal_is_told_of_the_redaction(tmp_path: Path) -> No
     pin = actds.open(path).digest
     redact(path, [f"{RUN}/1"])
     with pytest.raises(ActdsError, match=r"E805 ledger/t-\w+/0000000\d.json: a redaction of"):
-        Catalog.read(LocalStore(path), seal=pin)
+        read_catalog(LocalStore(path), seal=pin)
     result = CliRunner().invoke(cli, ["validate", str(path), "--seal", pin])
     assert result.exit_code and "E805" in result.output
 
@@ -312,7 +312,7 @@ def copy(source: Store, target: Store) -> None:
 
 
 def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
-    catalog = Catalog.read(LocalStore(busy_dataset(tmp_path / "d")))
+    catalog = read_catalog(LocalStore(busy_dataset(tmp_path / "d")))
     first = _begin(catalog, RUN)
     with pytest.raises(ActdsError, match=f"E010 ledger/{first.chain}: another redaction of it"):
         _begin(catalog, RUN)
@@ -321,7 +321,7 @@ def test_a_second_call_at_the_same_time_is_refused(tmp_path: Path) -> None:
 def test_rows_keep_the_order_of_their_seed(tmp_path: Path) -> None:
     whole = busy_dataset(tmp_path / "whole", cache=False, drops=False, rows_per_shard=64)
     redact(whole, [f"{RUN}/2"])
-    for shard in Catalog.read(LocalStore(whole)).shards_of(RUN):
+    for shard in read_catalog(LocalStore(whole)).shards_of(RUN):
         seed = shard.manifest.permutation_seed
         assert seed is not None
         order = np.random.Generator(np.random.Philox(key=seed)).permutation(shard.n_rows)

@@ -19,7 +19,7 @@ from actds.cli import cli
 from actds.dataset.commit import ShardRows, commit_shard
 from actds.dataset.info import describe
 from actds.dataset.ledger import Chain
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.encoding import ArrayEncoder, encode_array
@@ -162,7 +162,7 @@ def odd_dataset(path: Path, *, raw: bool = False, **options: Any) -> Path:
 
 
 def counts_of(path: Path) -> dict[str, RowCounts]:
-    return RowCounts.by_hook(manifest.values for manifest in Catalog.read(LocalStore(path)).shards)
+    return RowCounts.by_hook(manifest.values for manifest in read_catalog(LocalStore(path)).shards)
 
 
 def decoded(path: Path) -> dict[str, RowCounts]:
@@ -205,7 +205,7 @@ def test_recompression_keeps_the_counts(tmp_path: Path) -> None:
 def test_a_shuffled_copy_counts_the_rows_of_each_new_shard(tmp_path: Path) -> None:
     path = odd_dataset(tmp_path / "d", n_requests=30)
     shuffle(path, tmp_path / "copy", rows_per_shard=64)
-    assert len(Catalog.read(LocalStore(tmp_path / "copy")).shards) > 3
+    assert len(read_catalog(LocalStore(tmp_path / "copy")).shards) > 3
     assert counts_of(tmp_path / "copy") == counts_of(path) == decoded(path)
     assert codes(tmp_path / "copy") == ODD
 
@@ -219,7 +219,7 @@ def test_rows_are_not_recompressed_under_false_counts(tmp_path: Path) -> None:
     assert codes(path) == ODD | {"E604"}
     with pytest.raises(ActdsError, match=f"E604 shards/{manifest.parent.name}/shard.json"):
         recompress(path)
-    assert manifest.parent.name in {m.shard for m in Catalog.read(LocalStore(path)).shards}
+    assert manifest.parent.name in {m.shard for m in read_catalog(LocalStore(path)).shards}
 
 
 FALSE: dict[str, tuple[str, Callable[[dict[str, Any], int], object]]] = {
@@ -278,7 +278,7 @@ def test_info_and_card_say_by_hook_what_the_rows_hold(tmp_path: Path) -> None:
     assert f"  {broken}" in page and f"  {zero}" in page
     card = (path / "README.md").read_text().replace("\\", "")
     assert f"- {broken}" in card and f"- {zero}" in card
-    hooks = describe(Catalog.read(LocalStore(path))).hooks
+    hooks = describe(read_catalog(LocalStore(path))).hooks
     assert [(h.n_not_finite, h.n_zero) for h in hooks] == [(n_broken, 0), (0, n_zero)]
 
 
@@ -303,7 +303,7 @@ def test_rows_that_a_cast_made_infinite_are_said_of_the_hooks_and_runs_that_have
         forge.relink(path)
         page = CliRunner().invoke(cli, ["info", str(path)]).output
         assert f"of {HOOKS[0]} are not finite (NaN or infinity){words}\n" in page
-        facts = describe(Catalog.read(LocalStore(path))).hooks
+        facts = describe(read_catalog(LocalStore(path))).hooks
         assert [h.n_overflowed for h in facts] == [counts.infinite if words else 0, 0]
 
 

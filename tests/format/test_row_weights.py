@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import actds
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format.positions import Index
 from actds.format.row_weights import GROUP_ROWS
@@ -56,7 +57,7 @@ Audited = tuple[Catalog, dict[str, Lookup], Cells]
 @contextmanager
 def audited(path: str | Path) -> Iterator[Audited]:
     """Yield a dataset as the audit leaves it, with a weight of its own for each cell."""
-    catalog = Catalog.read(open_store(path))
+    catalog = read_catalog(open_store(path))
     sources = [catalog_source(catalog, run) for run in catalog.run_ids]
     sections = audit_sources(sources, Limits())
     cells = sections.cells
@@ -182,7 +183,7 @@ def test_rows_in_an_object_store_get_the_same_weights(
 
 def test_without_a_loss_every_row_weighs_one(tmp_path: Path) -> None:
     path = make_dataset(tmp_path / "acts", n_requests=6)
-    catalog = Catalog.read(open_store(path))
+    catalog = read_catalog(open_store(path))
     n_rows = write_weights(tmp_path / "w.parquet", catalog, {}, None, "nothing was lost")
     dataset = actds.open(path)
     read = dataset.row_weights(tmp_path / "w.parquet")

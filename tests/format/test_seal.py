@@ -12,7 +12,7 @@ import pytest
 import actds
 from actds.dataset.commit import commit_part
 from actds.dataset.ledger import Chain, fence
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format import canonical, tables
 from actds.format.schema import RunBody
@@ -39,14 +39,14 @@ def some(root: Path, glob: str) -> Path:
 
 def code_of(root: Path) -> str | None:
     try:
-        Catalog.read(LocalStore(root))
+        read_catalog(LocalStore(root))
     except ActdsError as error:
         return error.code
     return None
 
 
 def test_a_seal_pins_the_ledger_and_says_the_totals(dataset: Path) -> None:
-    catalog = Catalog.read(LocalStore(dataset))
+    catalog = read_catalog(LocalStore(dataset))
     assert catalog.is_sealed and catalog.seal is not None
     assert catalog.unreachable == []
     spans = catalog.table("spans").to_pandas()
@@ -86,11 +86,11 @@ def test_sealing_twice_changes_nothing_but_brings_back_the_card(dataset: Path) -
 def test_a_further_run_gets_a_further_seal(dataset: Path) -> None:
     first = canonical.digest((dataset / "seal/0001.json").read_bytes())
     make_dataset(dataset, n_requests=5, seed=9, run="r-second", sealed=False)
-    unsealed = Catalog.read(LocalStore(dataset))
+    unsealed = read_catalog(LocalStore(dataset))
     assert not unsealed.is_sealed and unsealed.digest != first
     document = seal(dataset)
     assert (document.n, document.previous, len(document.heads)) == (2, first, 4)
-    catalog = Catalog.read(LocalStore(dataset))
+    catalog = read_catalog(LocalStore(dataset))
     assert catalog.is_sealed and catalog.run_ids == ["r-synthetic", "r-second"]
     runs = catalog.table("multiplicity")["run"].to_pylist()
     assert runs == sorted(runs) and set(runs) == {"r-second", "r-synthetic"}
@@ -144,7 +144,7 @@ def test_what_does_not_add_up_is_not_sealed(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "d", n_requests=4, sealed=False)
     store = LocalStore(root)
     chain = Chain.begin(store, f"{0:032x}", "r-synthetic", "census", "test 1")
-    spans = Catalog.read(store).table("spans")
+    spans = read_catalog(store).table("spans")
     commit_part(store, chain, "spans", "r-synthetic", 2, spans.slice(0, 1))
     chain.close("finished", {})
     with pytest.raises(ActdsError, match="E405"):
@@ -164,7 +164,7 @@ def test_a_sealer_that_died_half_way_does_not_block_the_next(dataset: Path) -> N
     (dataset / "seal/0001.json").unlink()
     (dataset / "seal/0001.multiplicity.parquet").write_bytes(b"of an older ledger")
     assert seal(dataset).n == 1
-    assert Catalog.read(LocalStore(dataset)).table("multiplicity").num_rows > 0
+    assert read_catalog(LocalStore(dataset)).table("multiplicity").num_rows > 0
 
 
 def edit(path: Path, **changes: object) -> None:
@@ -225,7 +225,7 @@ def test_every_damage_to_the_structure_is_found(
 def test_nothing_is_committed_twice_or_under_another_run(tmp_path: Path) -> None:
     root = make_dataset(tmp_path / "d", n_requests=4, sealed=False)
     store = LocalStore(root)
-    writer_first = sorted(Catalog.read(store).chains.values(), key=lambda s: s.kind, reverse=True)
+    writer_first = sorted(read_catalog(store).chains.values(), key=lambda s: s.kind, reverse=True)
     bodies = {r.type: r.typed_body() for state in writer_first for r in state.records}
     for type_, run, kind, code in (
         # By the order of the chains' random ids: a second commit, or one of a foreign manifest.
@@ -247,10 +247,10 @@ def test_a_run_record_that_is_gone_is_missing_and_one_of_another_run_is_foreign(
     dataset: Path,
 ) -> None:
     record = dataset / layout.run_path("r-synthetic")
-    assert set(Catalog.read(LocalStore(dataset)).runs) == {"r-synthetic"}
+    assert set(read_catalog(LocalStore(dataset)).runs) == {"r-synthetic"}
     data = record.read_bytes()
     record.unlink()
-    assert Catalog.read(LocalStore(dataset)).runs == {}
+    assert read_catalog(LocalStore(dataset)).runs == {}
     store = LocalStore(dataset)
     chain = Chain.begin(store, f"{0:032x}", "r-other", "writer", "test 1")
     put = store.put_new(layout.run_path("r-other"), [data])
@@ -264,7 +264,7 @@ def test_files_that_nothing_reaches_are_named_and_cannot_paint_a_terminal(datase
     (dataset / "shards/lost/tokens.parquet").write_text("never committed")
     (dataset / "shards/.tmp-0123").write_text("half")
     (dataset / "red\x1b[31m\n").write_text("")
-    assert Catalog.read(LocalStore(dataset)).unreachable == [
+    assert read_catalog(LocalStore(dataset)).unreachable == [
         "notes.txt",
         "red\\x1b[31m\\n",
         "shards/lost/tokens.parquet",
@@ -273,7 +273,7 @@ def test_files_that_nothing_reaches_are_named_and_cannot_paint_a_terminal(datase
 
 def test_a_table_that_was_changed_is_not_read(dataset: Path) -> None:
     flip(some(dataset, "census/*/spans-000001.parquet"))
-    catalog = Catalog.read(LocalStore(dataset))
+    catalog = read_catalog(LocalStore(dataset))
     catalog.table("requests")
     with pytest.raises(ActdsError, match=r"E202 census/r-synthetic/spans-000001\.parquet"):
         catalog.table("spans")

@@ -22,7 +22,7 @@ from click.testing import CliRunner
 
 import actds
 from actds.cli import cli
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format import canonical, encoding
 from actds.format.readouts import Readouts
@@ -81,7 +81,7 @@ def contents(path: Path) -> dict[str, str]:
     """Return the digests of tables and arrays, by place in the order of shards."""
     return {
         f"{number} {entry.path}": entry.sha256
-        for number, manifest in enumerate(Catalog.read(LocalStore(path)).shards)
+        for number, manifest in enumerate(read_catalog(LocalStore(path)).shards)
         for entry in manifest.files
     }
 
@@ -114,7 +114,7 @@ def test_the_copy_has_every_row_once_and_the_same_account(mixed: Path, tmp_path:
     done = shuffle(mixed, tmp_path / "out", seed=3, **SMALL)
     clean(tmp_path / "out")
     assert rows_of(tmp_path / "out") == rows_of(mixed)
-    old, new = Catalog.read(LocalStore(mixed)), Catalog.read(LocalStore(tmp_path / "out"))
+    old, new = read_catalog(LocalStore(mixed)), read_catalog(LocalStore(tmp_path / "out"))
     assert old.seal is not None and new.seal is not None
     assert new.seal.totals == old.seal.totals and new.run_ids == old.run_ids
     assert new.digest == done.digest != old.digest == done.source_digest
@@ -151,7 +151,7 @@ def test_what_was_looked_at_comes_with_the_copy(tmp_path: Path) -> None:
 
 def test_every_shard_but_the_last_of_a_phase_is_full(mixed: Path, tmp_path: Path) -> None:
     shuffle(mixed, tmp_path / "out", **SMALL)
-    shards = Catalog.read(LocalStore(tmp_path / "out")).shards
+    shards = read_catalog(LocalStore(tmp_path / "out")).shards
     for run, phase in {(one.run, one.phase) for one in shards}:
         sizes = [one.n_rows for one in shards if (one.run, one.phase) == (run, phase)]
         assert sizes[:-1] == [24] * (len(sizes) - 1) and 0 < sizes[-1] <= 24
@@ -177,7 +177,7 @@ def test_chains_end_as_they_ended_in_the_dataset(tmp_path: Path) -> None:
     shuffle(path, tmp_path / "b")
 
     def ends(where: Path) -> list[tuple[str, Any]]:
-        chains = Catalog.read(LocalStore(where)).chains.values()
+        chains = read_catalog(LocalStore(where)).chains.values()
         return sorted((one.kind, one.close and one.close.model_dump()) for one in chains)
 
     assert ends(path) == ends(tmp_path / "b") and len(ends(path)) == 2
@@ -198,7 +198,7 @@ def test_hooks_in_shards_of_their_own_keep_their_rows_side_by_side(
     shuffle(path, tmp_path / "b", **SMALL)
     clean(tmp_path / "b")
     assert rows_of(tmp_path / "b") == rows_of(path)
-    catalog = Catalog.read(LocalStore(tmp_path / "b"))
+    catalog = read_catalog(LocalStore(tmp_path / "b"))
     (_, first), (_, second) = catalog.row_sets("r-synthetic")
     assert len(first) == len(second) > 3
     for one, other in zip(first, second, strict=True):
@@ -342,7 +342,7 @@ print(tracemalloc.get_traced_memory()[1])
 
 
 def test_memory_does_not_grow_with_the_dataset(wide: Path, tmp_path: Path) -> None:
-    nbytes = sum(manifest.n_rows for manifest in Catalog.read(LocalStore(wide)).shards) * 512
+    nbytes = sum(manifest.n_rows for manifest in read_catalog(LocalStore(wide)).shards) * 512
     out = tmp_path / "out"
     # A process of its own, which has no memory of other tests; the first copy imports.
     command = [sys.executable, "-c", MEASURED, str(wide), str(out)]
@@ -550,7 +550,7 @@ def test_refuses_a_copy_that_another_call_works_on(tmp_path: Path) -> None:
 
 def test_a_damaged_shard_is_not_copied(tmp_path: Path) -> None:
     path = make_dataset(tmp_path / "acts")
-    shard = Catalog.read(LocalStore(path)).shards[1]
+    shard = read_catalog(LocalStore(path)).shards[1]
     file = path / layout.shard_dir(shard.shard) / layout.array_dir("resid_post.1") / "c/0/0"
     # A change that the checksums inside agree with: only the digest shows it.
     bits = np.zeros((shard.n_rows, 16), np.uint16) + 0x3F80
@@ -573,7 +573,7 @@ def test_command_says_what_it_did(mixed: Path, tmp_path: Path) -> None:
     digest = actds.open(tmp_path / "out").digest
     assert f"seal 1 {digest}" in run.stdout
     assert f"copy of {actds.open(mixed).digest}, seed 5" in run.stdout
-    n_rows = sum(manifest.n_rows for manifest in Catalog.read(LocalStore(mixed)).shards)
+    n_rows = sum(manifest.n_rows for manifest in read_catalog(LocalStore(mixed)).shards)
     for stage in ("scatter", "write"):
         assert f"{stage}: {n_rows:,} of {n_rows:,} rows" in run.stderr
     run = CliRunner().invoke(cli, [*args[:2], str(tmp_path / "other"), "--json"])

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 import actds
 from actds.cli import cli
 from actds.dataset.info import describe, page
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.format.readouts import Readouts
 from actds.publish.card import methods
 from actds.publish.croissant import About, croissant
@@ -73,7 +73,7 @@ def test_a_part_without_rows_is_not_listed(tmp_path: Path) -> None:
     listed = {one["config_name"]: one["data_files"] for one in front(path)["configs"]}
     assert 0 < len(listed["spans"]) < 40 and listed["steps"] == ["census/*/steps-*.parquet"]
     rows = datasets.load_dataset(str(path), "spans", split="train", cache_dir=str(tmp_path))
-    assert rows.num_rows == Catalog.read(LocalStore(path)).table("spans").num_rows
+    assert rows.num_rows == read_catalog(LocalStore(path)).table("spans").num_rows
 
 
 def test_the_card_says_size_licence_precision_gaps_and_verdict(path: Path, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_card_says_size_licence_precision_gaps_and_verdict(path: Path, tmp_p
 
 
 def test_the_card_has_a_paragraph_for_a_paper(path: Path) -> None:
-    facts = describe(Catalog.read(LocalStore(path)))
+    facts = describe(read_catalog(LocalStore(path)))
     text = methods(facts)
     for run in facts.runs:
         run.provenance["numerics.batch_invariant"] = {"value": True}
@@ -131,7 +131,7 @@ def test_card_and_info_say_that_rows_are_a_sample(tmp_path: Path, unit: str) -> 
         f"a sample by {unit}: {len(weights)} rows drawn with probability 0.25 to 1, which "
         f"represent about {sum(weights):,.0f}: {kish:,.0f} effective rows"
     )
-    facts = describe(Catalog.read(LocalStore(path)))
+    facts = describe(read_catalog(LocalStore(path)))
     assert words in methods(facts) and words in "\n".join(line.text for line in page(facts))
     actds.card(path)
     assert (path / "README.md").read_text().count(words) == 2
@@ -139,7 +139,7 @@ def test_card_and_info_say_that_rows_are_a_sample(tmp_path: Path, unit: str) -> 
 
 
 def test_the_paragraph_says_whose_tokens_were_fed(path: Path) -> None:
-    facts = describe(Catalog.read(LocalStore(path)))
+    facts = describe(read_catalog(LocalStore(path)))
     run = facts.runs[0]
 
     def told(**known: object) -> str:
@@ -224,7 +224,7 @@ def test_croissant_lists_the_files_with_their_digests_and_the_columns(path: Path
         assert one["sha256"] == hashlib.sha256(data).hexdigest()
         assert one["contentSize"] == f"{len(data)} B"
     assert document["version"] == "1.0.0"
-    hooks = {hook.name: hook for hook in describe(Catalog.read(LocalStore(path))).hooks}
+    hooks = {hook.name: hook for hook in describe(read_catalog(LocalStore(path))).hooks}
     for records in document["recordSet"]:
         if records["name"] in hooks:
             [rows] = records["field"]
@@ -241,7 +241,7 @@ def test_croissant_says_where_rows_come_from_and_what_is_known_to_lack(
 ) -> None:
     actds.card(path)
     document = json.loads((path / "croissant.json").read_text())
-    facts = describe(Catalog.read(LocalStore(path)))
+    facts = describe(read_catalog(LocalStore(path)))
     assert document["conformsTo"][0].endswith("/croissant/1.1")
     activities = document["prov:wasGeneratedBy"]
     assert [one["prov:label"].split(",")[0] for one in activities] == [
@@ -252,7 +252,7 @@ def test_croissant_says_where_rows_come_from_and_what_is_known_to_lack(
     for name, value in (("source", "chats.jsonl"), ("sha256", "ab" * 32)):
         facts.runs[0].provenance[f"prompts.{name}"] = {"value": value}
     about = About("n", "d", "unknown", "m", [], [])
-    made = json.loads(croissant(Catalog.read(LocalStore(path)), facts, about, {}))
+    made = json.loads(croissant(read_catalog(LocalStore(path)), facts, about, {}))
     assert made["prov:wasDerivedFrom"] == [
         {"@type": "prov:Entity", "prov:label": "chats.jsonl", "identifier": f"sha256:{'ab' * 32}"}
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from actds.dataset.reading import Catalog, read_dataset
+from actds.dataset.reading import read_catalog, read_dataset
 from actds.errors import CODES, ActdsError, Finding
 from actds.format import canonical
 from actds.store import open_store
@@ -54,7 +54,7 @@ def test_valid_vector_passes_at_every_level(name: str) -> None:
 
 def test_valid_vectors_show_raw_and_replaced_shards() -> None:
     minimal, replaced = (
-        Catalog.read(open_store(VECTORS / "valid" / name)) for name in ("minimal", "replaced")
+        read_catalog(open_store(VECTORS / "valid" / name)) for name in ("minimal", "replaced")
     )
     assert [m.compression for m in minimal.shards] == ["normal", "normal"]
     assert [m.compression for m in replaced.shards] == ["normal", "raw"]
@@ -115,8 +115,8 @@ def test_strict_reading_raises_the_first_finding_of_the_reader(
     except ActdsError as error:  # a dataset of which nothing can be read
         found = [Finding.from_error(error)]
     if not found:
-        assert list(Catalog.read(store).findings) == []
+        assert list(read_catalog(store).findings) == []
         return
     with pytest.raises(ActdsError) as raised:
-        Catalog.read(store)
+        read_catalog(store)
     assert Finding.from_error(raised.value) == found[0]

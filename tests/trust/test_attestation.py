@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 import actds
 from actds.cli import cli
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError, RefusedError
 from actds.format import canonical
 from actds.publish.attestation import (
@@ -36,7 +36,7 @@ FILE = "seal/0001.intoto.jsonl"
 
 
 def attested(acts: Path, **changes: Any) -> Attestation:
-    catalog = Catalog.read(open_store(acts))
+    catalog = read_catalog(open_store(acts))
     assert catalog.seal is not None
     hook = HookScore(
         hook="resid_post.1", n_pairs=40, distance=0.01, floor=0.01, ratio=1.02, low=0.9, high=1.1,
@@ -56,7 +56,7 @@ def sign(acts: Path, attestation: Attestation, private: Path) -> str:
 
 def read(acts: Path, *keys: Path) -> list[tuple[Attestation, list[str]]]:
     store = open_store(acts)
-    pairs = attestations(Catalog.read(store), trusted_keys(keys, store))
+    pairs = attestations(read_catalog(store), trusted_keys(keys, store))
     return [(result, [key.file for key in by]) for result, by in pairs]
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import actds
 from actds.cli import cli
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.explore.requests import lacking, token_sequences
 from actds.format import tables
@@ -298,7 +298,7 @@ def test_what_was_not_drawn_is_no_loss_that_a_replay_makes_up_for(tmp_path: Path
     schedule = schedules.simulate(4, seed=166, drops=True, budget=16)
     shares = dict.fromkeys(schedule.steps["step"].to_pylist(), 0.5)
     path = make_thinned(tmp_path / "acts", schedule, shares)
-    catalog = Catalog.read(LocalStore(path))
+    catalog = read_catalog(LocalStore(path))
     (run,) = catalog.runs
     lost = sum(d["stop"] - d["start"] for d in schedule.drops.to_pylist())
     hits = [s for s in schedule.spans.to_pylist() if s["disposition"] == "cache_ref"]
@@ -318,7 +318,7 @@ def test_a_follow_up_of_drawn_rows_says_what_was_lost_beside_the_draw(
     steps = lossy.steps["step"].to_pylist()
     shares = {step: (1.0, 0.5)[k % 2] for k, step in enumerate(steps)}
     path = make_thinned(tmp_path / "acts", lossy, shares)
-    catalog = Catalog.read(LocalStore(path))
+    catalog = read_catalog(LocalStore(path))
     (run,), dataset = catalog.runs, catalog.genesis.dataset
     owed = lacking(catalog, run)
     whole = schedules.simulate(300, seed=166, cache=False)  # the same requests, nothing lost

@@ -26,7 +26,7 @@ from actds.cli import cli
 from actds.dataset.commit import commit_part
 from actds.dataset.info import describe, missing
 from actds.dataset.ledger import Chain
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import CODES, ActdsError, RefusedError
 from actds.format import tables
 from actds.publish.sealing import seal
@@ -322,7 +322,7 @@ def test_aborted_positions_are_the_same_share_in_audit_info_and_policy(
     assert account.computed == account.captured + account.dropped + account.aborted
     share = account.aborted / account.computed
     assert share > 0
-    told = describe(Catalog.read(open_store(dataset_path)))
+    told = describe(read_catalog(open_store(dataset_path)))
     words = f"aborted ({100 * share:.2f} % of the computed)"
     assert any(words in line.text for line in missing(told))
     limits = {"losses": {"max_aborted": share * 0.999}}
@@ -349,7 +349,7 @@ def test_positions_that_no_step_computed_are_no_aborted_ones(tmp_path: Path) -> 
     assert actds.require(path, policy={"losses": {"max_aborted": 0}})
     account = audit_dataset(path, Limits()).result.accounting
     assert (account.aborted, account.never_computed, account.loss_share) == (0, 5000, 0)
-    told = [line.text for line in missing(describe(Catalog.read(open_store(path))))]
+    told = [line.text for line in missing(describe(read_catalog(open_store(path))))]
     assert any("5,000 positions never computed" in text and "of all" in text for text in told)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.ledger import Chain
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format import codec, schema
 from actds.format.schema import Genesis, Hook
@@ -109,7 +110,7 @@ class Loop:
     def finish(self) -> Catalog:
         self.committer.finish()
         assert self.committer.error is None
-        return Catalog.read(self.store)
+        return read_catalog(self.store)
 
 
 def slow_encoder(monkeypatch: pytest.MonkeyPatch, loop: Loop) -> threading.Event:
@@ -250,6 +251,6 @@ def test_nothing_is_recorded_after_a_shard_that_failed(
     loop.committer.finish()
     assert loop.committer.error is not None and loop.committer.error.code == "E503"
     monkeypatch.undo()
-    assert [shard.first_step for shard in Catalog.read(loop.store).shards] == [0]
+    assert [shard.first_step for shard in read_catalog(loop.store).shards] == [0]
     assert loop.committer.n_rows == ROWS_PER_SHARD
     assert not [path for path in (tmp_path / "acts").rglob(".tmp-*")]

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 import actds
 from actds.cli import cli
 from actds.dataset.ledger import read_ledger
-from actds.dataset.reading import Catalog, read_genesis
+from actds.dataset.reading import read_catalog, read_genesis
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing import toy
@@ -126,7 +126,7 @@ def test_a_machine_that_was_cut_off_ends_at_the_fence_and_nothing_is_there_twice
         sealed = CliRunner().invoke(cli, ["seal", out])
         assert sealed.exit_code == 0 and "missing" not in sealed.output, sealed.output
         dataset = h.validated(out)
-        chains = Catalog.read(open_store(out)).chains.values()
+        chains = read_catalog(open_store(out)).chains.values()
         # Closed is that of who took it over.
         of_run = [(state.kind, state.state) for state in chains if state.run == run]
         assert {("writer", "fenced"), ("census", "fenced")} <= {*of_run}

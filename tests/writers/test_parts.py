@@ -19,7 +19,7 @@ from actds import ActdsError
 from actds.cli import cli
 from actds.dataset.heartbeat import Heartbeat, heartbeats
 from actds.dataset.ledger import read_ledger
-from actds.dataset.reading import Catalog, read_genesis
+from actds.dataset.reading import read_catalog, read_genesis
 from actds.explore.dataset import Dataset
 from actds.format.schema import parse_part
 from actds.store import open_store
@@ -97,7 +97,7 @@ def await_rows(out: str, part: str, n_shards: int = 1) -> str:
         if store.exists("actds.json"):
             for state in read_ledger(store, read_genesis(store).dataset).values():
                 n = sum(record.type == "shard" for record in state.records)
-                if n >= n_shards and Catalog.read(store).runs[state.run].part == part:
+                if n >= n_shards and read_catalog(store).runs[state.run].part == part:
                     return state.run
         time.sleep(0.1)
     raise AssertionError(f"part {part} has committed nothing")

@@ -23,7 +23,7 @@ from click.testing import CliRunner
 
 import actds
 from actds.cli import cli
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format import canonical
 from actds.format.readouts import Readouts
@@ -328,7 +328,7 @@ def test_a_journal_that_lacks_something_is_said_and_nothing_is_made_up(
     assert "E312" in done.output
     assert re.search(says, done.output)
     assert not list(copy.glob("census/**/*.parquet"))
-    catalog = Catalog.read(LocalStore(copy))
+    catalog = read_catalog(LocalStore(copy))
     assert sum(manifest.n_rows for manifest in catalog.shards) >= 120
     assert catalog.seal is None
 

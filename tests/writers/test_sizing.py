@@ -22,7 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import actds
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format import encoding
 from actds.format.readouts import NONE, Readouts
@@ -433,7 +433,7 @@ def test_a_profile_of_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_bytes_of_a_dataset_are_those_of_its_files(tmp_path: Path) -> None:
     store = open_store(make_dataset(tmp_path / "d", n_requests=12))
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     found = overhead_of(catalog, store, n_requests=12, n_steps=4)
 
     def nbytes(pattern: str) -> int:

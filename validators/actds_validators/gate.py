@@ -21,8 +21,9 @@ from urllib.parse import quote
 
 import numpy as np
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.info import HookValues, values_in_words
-from actds.dataset.reading import Catalog, unknown_columns
+from actds.dataset.reading import unknown_columns
 from actds.errors import CODES, ActdsError, Finding, RefusedError
 from actds.executor import ExecutorName
 from actds.format import canonical

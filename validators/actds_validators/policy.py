@@ -23,9 +23,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.fates import fate_counts, n_computed
 from actds.dataset.info import sample_of_run
-from actds.dataset.reading import Catalog
 from actds.errors import CODES, ActdsError, Finding
 from actds.format.schema import REQUIRED_PROVENANCE, DType, OpenBody, ProvenanceField, RunRecord
 from actds_validators.audit.place import LEVELS, TITLES, PlaceName

@@ -14,7 +14,7 @@ from pydantic.fields import FieldInfo
 from actds.errors import ActdsError, not_installed
 
 if TYPE_CHECKING:
-    from actds.dataset.reading import Catalog
+    from actds.dataset.catalog import Catalog
 
 
 def need_extra(*more: str) -> None:

@@ -21,8 +21,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.codes import CODES
+from actds.dataset.catalog import Catalog
 from actds.dataset.fates import NEVER, WATERFALL, FateCounts, fate_counts
-from actds.dataset.reading import Catalog
 from actds.dataset.sources import records_read
 from actds.format import tables
 from actds.format.labels import label_table, label_text

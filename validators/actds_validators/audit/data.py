@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
 from actds.errors import ActdsError
 from actds.format import tables
 from actds.format.apart import Apart, Reply, Request, cpu_seconds, stream_of

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special  # type: ignore[import-untyped]
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
 from actds.text import storable
 from actds_validators.arrays import Bools, Floats, Ints
 from actds_validators.audit.follow_up import CONFIDENCE

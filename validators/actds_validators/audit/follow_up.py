@@ -18,7 +18,8 @@ import numpy.typing as npt
 import pyarrow.compute as pc
 from scipy.sparse import csr_array  # type: ignore[import-untyped]
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.executor import Threads
 from actds.explore.requests import RowRanges, covered, lacking
@@ -166,7 +167,7 @@ def follow_up(catalog: Catalog, place: str) -> FollowUp:
 
     Spec: 0.1 section 14.12.
     """
-    replay = Catalog.read(open_store(place), apart=True)
+    replay = read_catalog(open_store(place), apart=True)
     if not replay.is_sealed:
         raise replay.not_sealed(place)
     check_provenance(replay)

@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.info import overflowed
-from actds.dataset.reading import Catalog
 from actds.format.interventions import interventions_of
 from actds.format.schema import RowCounts
 from actds.text import counted, format_seconds, share

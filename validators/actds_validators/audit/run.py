@@ -12,7 +12,8 @@ import numpy as np
 import pyarrow as pa
 
 import actds
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog
 from actds.dataset.sources import read_records
 from actds.executor import Executor, Threads, open_executor
 from actds.publish.sealing import check_provenance
@@ -138,7 +139,7 @@ def audit_dataset(
     """
     began = time.monotonic()
     labels = None if classes is None else tables.read_labels(classes)
-    catalog = Catalog.read(open_store(path), apart=True)
+    catalog = read_catalog(open_store(path), apart=True)
     if not catalog.is_sealed:
         raise catalog.not_sealed(str(path))
     check_provenance(catalog)

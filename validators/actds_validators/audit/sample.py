@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from scipy import special  # type: ignore[import-untyped]
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
 from actds.executor import Threads
 from actds.format.inclusion import Design, salt_of, uniform
 from actds.format.positions import Intervals, Keys, position_key, union, values_at

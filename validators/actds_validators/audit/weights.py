@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
 from actds.errors import ActdsError
 from actds.format.row_weights import FORMAT, GROUP_ROWS, SCHEMA, VERSION
 from actds.format.shard import Shard

@@ -18,10 +18,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.account import TOTALS, Account, Census, Moved
+from actds.dataset.catalog import Catalog
 from actds.dataset.columns import COLUMNS, MAX_FINDINGS_PER_CODE, Notes, check_words, ints
 from actds.dataset.drawn import columns_of
 from actds.dataset.ledger import ChainState
-from actds.dataset.reading import CENSUS_TABLES, Catalog
+from actds.dataset.reading import CENSUS_TABLES
 from actds.dataset.redacted import left_over
 from actds.errors import ActdsError, Finding
 from actds.format import tables

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.columns import MAX_FINDINGS_PER_CODE
-from actds.dataset.reading import Catalog
 from actds.errors import ActdsError, Findings
 from actds.format import arrays, tables
 from actds.format.positions import Index, Keys, position_key, split_key

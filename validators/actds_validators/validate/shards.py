@@ -22,7 +22,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
 from actds.errors import ActdsError, CheckName, Finding
 from actds.executor import ExecutorName, open_executor
 from actds.format import arrays

@@ -11,8 +11,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.columns import Notes, floats, ints
-from actds.dataset.reading import Catalog
 from actds.format.positions import Index, position_key
 from actds.format.tables import ROLES, TableName
 from actds.format.telemetry import (

@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from actds.dataset.account import TOTALS
+from actds.dataset.catalog import Catalog
 from actds.dataset.ledger import GENESIS_PREV, ChainState, chain_names, read_record
-from actds.dataset.reading import Catalog, read_dataset, read_genesis, read_records
+from actds.dataset.reading import read_catalog, read_dataset, read_genesis, read_records
 from actds.errors import ActdsError, BusyError, CheckName, Finding
 from actds.executor import ExecutorName
 from actds.format.schema import Genesis, LedgerRecord, OpenBody, ShardManifest
@@ -433,7 +434,7 @@ class Watch:
         if not seals:
             return False
         try:
-            return Catalog.read(self.store).is_sealed
+            return read_catalog(self.store).is_sealed
         except ActdsError:
             return True  # the validation says what is wrong
 

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError, not_installed
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import TokenSequence, token_sequences
@@ -209,7 +210,7 @@ class _Serving:
         result = harvest(settings.as_write(hooks), self.observer, served_by=replays.served)
         if result.reason != "finished":
             raise ActdsError("E006", out, got="an interrupted replay", expected="a whole one")
-        replay = Catalog.read(open_store(out))
+        replay = read_catalog(open_store(out))
         if dtype is None:
             _require_precision(replay, records)
         return replay

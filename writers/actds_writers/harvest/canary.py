@@ -26,9 +26,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.commit import commit_part, in_parts
 from actds.dataset.ledger import Chain
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.explore.requests import TokenSequence, prefix_sums
 from actds.format import tables
@@ -428,7 +429,7 @@ class Canary:
         Args:
             interrupted: returns the number of interruptions so far.
         """
-        catalog = Catalog.read(open_store(self._settings.out))
+        catalog = read_catalog(open_store(self._settings.out))
         sequences, last = self._sequences(catalog, run)
         if not sequences:
             raise _nothing(run, "no finished request with a stored row")
@@ -442,7 +443,7 @@ class Canary:
             sampled = self._serve(f"{folder}/acts", catalog, sequences, interrupted)
             if sampled is None:
                 return None
-            alone = Catalog.read(open_store(f"{folder}/acts"))
+            alone = read_catalog(open_store(f"{folder}/acts"))
             compared = compare(
                 catalog,
                 alone,

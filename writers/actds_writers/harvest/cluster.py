@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import actds
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError, not_installed
 from actds.store import open_store
 from actds.text import counted, one_line
@@ -410,7 +410,7 @@ class _Harvest:
             return handed, None
         store = open_store(out)
         recover_runs(store, only=lambda other: other == run, alone=False)
-        catalog = Catalog.read(store)
+        catalog = read_catalog(store)
         if run not in catalog.runs_with_data:
             return handed, None
         finished = finished_of(catalog, run)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow.compute as pc
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.inclusion import Design
@@ -82,7 +83,7 @@ class Profile:
 
 
 def read_profile(store: Store) -> Profile:
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     steps = [catalog.table("steps", run) for run in catalog.run_ids]
     series = [(s["t_ns"].to_numpy(), s["batch_tokens"].to_numpy()) for s in steps]
     lengths = tuple(w for seconds in WINDOWS_S if (w := windows(series, seconds)) is not None)

@@ -18,8 +18,9 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.heartbeat import heartbeats, read_heartbeat
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.explore.requests import TokenSequence
 from actds.format import canonical
@@ -531,12 +532,12 @@ def finished_rows(
             process still writes it; E312 when a run of it has neither census nor journal.
     """
     store = open_store(folder)
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     compare_plan(catalog, plan)
     require_accounted(recover_runs(store, only=runs_of(catalog, part), alone=part is None, say=say))
     if part is None:
         store.remove_temporary()
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     finished: set[Identity] = set()
     for run in catalog.runs_with_data:
         finished |= finished_of(catalog, run)
@@ -658,7 +659,7 @@ def _check_part(settings: WriteSettings) -> None:
     """Raise E008 for a part that was begun; a job that is queued again may resume what is not."""
     if not has_dataset(settings.out) or settings.resume:
         return
-    catalog = Catalog.read(open_store(settings.out))
+    catalog = read_catalog(open_store(settings.out))
     if run := next(filter(runs_of(catalog, settings.part), catalog.run_ids), None):
         got = f"part {settings.part} in run {run}"
         step = "Continue with resume=True."

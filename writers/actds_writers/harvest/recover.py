@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.heartbeat import remove_stale
 from actds.dataset.ledger import Chain, ChainState, fence, read_ledger
 from actds.dataset.owners import SILENCE_S, find_owners
-from actds.dataset.reading import CENSUS_TABLES, Catalog, need_dataset, read_genesis
+from actds.dataset.reading import CENSUS_TABLES, need_dataset, read_catalog, read_genesis
 from actds.errors import ActdsError, BusyError
 from actds.format.inclusion import Design
 from actds.format.schema import Seal, ShardBody
@@ -194,7 +195,7 @@ def recover_runs(
     for chain, who in ended.items():
         fence(store, genesis.dataset, chain, f"{who}, and had not closed it")
     remove_stale(store, lambda run: run in living or not only(run))
-    catalog = Catalog.read(store, apart=True)
+    catalog = read_catalog(store, apart=True)
     runs = [run for run in catalog.run_ids if only(run)]
     if beside == "seen":
         runs = [run for run in runs if run not in living]
@@ -318,7 +319,7 @@ def _unaccountable(runs: list[RunFound]) -> ActdsError | None:
 
 def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
     """Yield path and size of the files that dead processes left; unknown files are not listed."""
-    catalog = Catalog.read(store)
+    catalog = read_catalog(store)
     manifests = (*catalog.shards, *catalog.replaced)
     committed = {layout.shard_dir(manifest.shard) for manifest in manifests}
     known = catalog.reached | {layout.GENESIS, *layout.BESIDE}

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from actds.dataset.reading import Catalog
+from actds.dataset.catalog import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.explore import dataset as reading
 from actds.explore.dataset import Dataset
@@ -212,7 +213,7 @@ class Replays:
 
         Spec: 0.1 section 7.9.
         """
-        again = Catalog.read(open_store(self.settings.out))
+        again = read_catalog(open_store(self.settings.out))
         if self.owed is not None:
             self.observer.compared("backfill", filled(self.owed, again).line())
         compared = compare(self.source.catalog, again, pairs_of(again, self._sequences()))

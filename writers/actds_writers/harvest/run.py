@@ -17,8 +17,9 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from actds.dataset.catalog import Catalog
 from actds.dataset.info import recorded_cast
-from actds.dataset.reading import Catalog
+from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.format.arrays import DTYPES
 from actds.format.schema import RowCounts, Seal
@@ -157,7 +158,7 @@ def harvest(
                 observer.ended(result)
                 return result
         elif is_begun and settings.part is not None:
-            compare_plan(Catalog.read(open_store(settings.out)), plan)
+            compare_plan(read_catalog(open_store(settings.out)), plan)
         if settings.executor == "ray":
             from actds_writers.harvest.cluster import harvest_cluster
 
@@ -237,7 +238,7 @@ def _seal_what_there_is(settings: WriteSettings, observer: Observer) -> None:
         if not has_dataset(out):
             return
         store = open_store(out)
-        only = runs_of(Catalog.read(store), part)
+        only = runs_of(read_catalog(store), part)
         require_accounted(recover_runs(store, only=only, beside="seen", alone=part is None))
         if part is not None:
             return
@@ -250,7 +251,7 @@ def _seal_what_there_is(settings: WriteSettings, observer: Observer) -> None:
 
 def _totals(out: str, runs: Sequence[Ended], elapsed_s: float, sealed: Seal | None) -> Totals:
     """Return the counts of every request and position of all runs together."""
-    catalog = Catalog.read(open_store(out))
+    catalog = read_catalog(open_store(out))
     hooks = catalog.genesis.hooks
     row_nbytes = sum(hook.d_model * DTYPES[hook.dtype].itemsize for hook in hooks)
     whole: Totals | None = None
