@@ -257,9 +257,10 @@ def positions_asked(text: object, prompt_len: int) -> tuple[tuple[int, int], ...
     intervals = list[tuple[int, int]]()
     for word in str(text).split(",") if isinstance(text, str) and len(text) < 1024 else [""]:
         match = _RANGE.fullmatch(word.strip())
-        if match is not None:
+        interval = named.get(word.strip(), (-1, -1))
+        if match is not None and int(match["first"]) <= int(match["last"] or _END):
             interval = int(match["first"]), int(match["last"] or _END)
-        elif (interval := named.get(word.strip(), (-1, -1)))[0] < 0:
+        if interval[0] < 0:
             raise ValueError(
                 f"{POSITIONS}: {str(text)[:80]!r}; expected {', '.join(named)}, or ranges such as "
                 "0-16,100-"
