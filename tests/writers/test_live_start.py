@@ -292,10 +292,10 @@ def test_each_replica_has_a_port_of_its_own(
         ({"probes": "none.npy"}, r"E015 .*none\.npy"),
         ({"probes": "narrow.npy"}, r"E015 .*narrow\.npy"),
         ({"out": "s3://"}, r"E017 .*actds\.out"),
-        ({"keep_datasets": 3}, r"E017 .*keep_datasets: with rotate_minutes"),
+        ({"keep_datasets": 3}, r"E017 .*keep_datasets: 3; expected with rotate_minutes"),
         (
             {"out": "s3://b/p", "keep_datasets": 3, "rotate_minutes": 5},
-            r"E017 .*keep_datasets: in a local folder",
+            r"E017 .*keep_datasets: 3; expected in a local folder",
         ),
         ({"rotate_minutes": 0}, r"E017 .*rotate_minutes"),
         ({"hooks": "resid_post:9"}, "E007"),

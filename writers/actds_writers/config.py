@@ -725,6 +725,9 @@ def explained(
     key = ".".join(map(str, first["loc"]))
     expected = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input should be ")
     value = first["input"]
+    name, _, rest = expected.partition(": ")
+    if not key and isinstance(value, dict) and name in value:
+        key, expected, value = name, rest, value[name]
     got = str(value) if isinstance(value, Decimal) else repr(value)[:80]
     if first["type"] == "missing":
         got, expected = "nothing", "a value"
