@@ -60,7 +60,7 @@ class Redacted:
     """What was done.
 
     Args:
-        requests: numbers of the requests that are gone, by run.
+        requests: numbers of the requests that went, by run, those of a killed call included.
         n_rows: rows that went, of each hook.
         shards: of this call: each shard that held some, and the shard in its place, if any row
             was left.
@@ -122,6 +122,10 @@ def redact(
         wanted |= {run: catalog.redacted(run) | more for run, more in numbers.items()}
         if not wanted:
             raise ActdsError("E009", "requests", got="no request", expected="one or more")
+        fresh = {
+            run: sorted(all_of - (frozenset() if run in pending else catalog.redacted(run)))
+            for run, all_of in wanted.items()
+        }
         work = _Work(store)
         for run in wanted:
             _need_at_rest(catalog, run)
@@ -140,11 +144,8 @@ def redact(
         digest = read_catalog(store).digest
     if missing:
         raise _no_such_request(missing)
-    ascending = {run: sorted(of_run) for run, of_run in wanted.items()}
     depending = find_dependents(store, dependents)
-    return Redacted(
-        ascending, work.n_rows, work.shards, work.n_parts, len(left), n, digest, depending
-    )
+    return Redacted(fresh, work.n_rows, work.shards, work.n_parts, len(left), n, digest, depending)
 
 
 def _end_dead_tools(store: Store) -> None:

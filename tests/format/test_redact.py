@@ -169,7 +169,7 @@ def test_one_after_the_other_and_none_twice(tmp_path: Path) -> None:
     before = rows_of(path)
     ids = read_catalog(LocalStore(path)).table("requests", RUN)["external_id"].to_pylist()
     redact(path, [ids[5]])
-    redact(path, [ids[2], ids[6]])
+    assert redact(path, [ids[2], ids[6]]).requests == {RUN: [2, 6]}
     check_gone(path, {2, 5, 6}, before)
     assert clean(path).n == 3
     for bad, got in (([ids[5]], ids[5]), (["no-such"], "no-such"), ([], "no request")):
