@@ -378,9 +378,7 @@ def _metrics(now: Snapshot) -> Iterator[OfMetric]:
         ("aborted", "Positions that requests ended before.", now.aborted_tokens),
     ):
         yield "counter", f"{name}_tokens", words, n_tokens
-    capturing = (
-        "1 while rows are captured, 0 once it ended or is switched off; serving goes on."
-    )
+    capturing = "1 while rows are captured, 0 once it ended or is switched off; serving goes on."
     yield "gauge", "capturing", capturing, int(now.is_capturing)
     taken = "Rows per hook: taken by the writer, durable on disk."
     yield "counter", "rows", taken, ("stage", {"ring": now.rows, "disk": c.n_rows})
