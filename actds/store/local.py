@@ -468,7 +468,12 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _unreadable(path: str, error: OSError) -> ActdsError:
-    return ActdsError("E104", path, got=error.strerror or str(error), expected="a readable file")
+    denied = isinstance(error, PermissionError)
+    step = (
+        "Read it as the user who wrote it, or ask that user for the right to." if denied else None
+    )
+    got = error.strerror or str(error)
+    return ActdsError("E104", path, got=got, expected="a readable file", next_step=step)
 
 
 def _not_regular(path: str, got: str) -> ActdsError:
