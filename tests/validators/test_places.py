@@ -408,18 +408,24 @@ def test_the_worst_group_is_large_enough_and_worse_than_its_kind() -> None:
     assert worst_of([]) is None
 
 
+@pytest.mark.parametrize("stage", ["pool", "ring"])
 @pytest.mark.parametrize(
     ("seconds", "dropped", "told"),
     [(0.9, 0, False), (4.0, 0, False), (6.0, 0, True), (6.0, 3, False), (90.0, 0, True)],
 )
-def test_a_stall_without_a_loss_is_a_near_miss(seconds: float, dropped: int, told: bool) -> None:
+def test_a_stall_without_a_loss_is_a_near_miss(
+    seconds: float, dropped: int, told: bool, stage: str
+) -> None:
     trace = [TracePoint(t_s=t, seconds=50.0, computed=10, lost=0, load=1.0) for t in (0.0, 50.0)]
-    stall = Stall(stage="pool", n=7, seconds=seconds, marks_s=[])
+    stall = Stall(stage=stage, n=7, seconds=seconds, marks_s=[])
     queues = Queues(trace=trace, stalls=[stall], occupancy=[], lags=[], loss_by_load=[])
     place = made("queues", "PASS").model_copy(update={"n": dropped})
     _, answer = conclude([place], (), "acts", queues)
     assert bool(answer.near_misses) == told
     if told:
         [words] = answer.near_misses
-        assert "7 waits at the pool" in words and f"{seconds:.0f}" in words.replace("1:30", "90")
+        assert ("held up the engine" in words) == (stage == "ring")  # the pool holds up the writer
+        assert f"7 waits at the {stage}" in words and f"{seconds:.0f}" in words.replace(
+            "1:30", "90"
+        )
     assert answer.decision == "yes"  # nothing was lost

@@ -662,10 +662,18 @@ def _near_misses(places: Sequence[Place], queues: Queues | None) -> Iterator[str
         return
     lasted = queues.trace[-1].t_s + queues.trace[-1].seconds
     for stall in queues.stalls:
-        if stall.seconds >= min(NEAR_MISS_S, NEAR_MISS_SHARE * lasted) and stall.seconds >= 1.0:
+        if stall.seconds < max(1.0, min(NEAR_MISS_S, NEAR_MISS_SHARE * lasted)):
+            continue
+        waits = f"in {counted(stall.n, 'wait')} at the {stall.stage}"
+        if stall.stage == "pool":
+            yield (
+                f"the disk held up the writer for {format_seconds(stall.seconds)}, {waits}. No row "
+                "was lost: what was computed meanwhile was in the ring, or the engine waited."
+            )
+        else:
             part = share(round(stall.seconds * 1000), round(lasted * 1000))
             yield (
                 f"the writer held up the engine for {format_seconds(stall.seconds)} ({part} of "
-                f"the run) in {counted(stall.n, 'wait')} at the {stall.stage}. No row was lost, "
-                "because the engine waited; with a drop policy these rows would be gone."
+                f"the run), {waits}. No row was lost, because the engine waited; with a drop "
+                "policy these rows would be gone."
             )
