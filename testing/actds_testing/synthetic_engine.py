@@ -293,19 +293,21 @@ def pipeline_for(
 
 @contextmanager
 def writer_stopped(pipeline: Pipeline, seconds: float | None = None) -> Iterator[None]:
-    """Stop the writer while a block runs, or for some seconds from its beginning."""
+    """Stop the writer for some seconds, else while a block runs.
+
+    A block in which the engine waits for the writer would not end: that one is stopped for 10 s.
+    """
     writer = pipeline.processes["writer"].pid
     os.kill(writer, signal.SIGSTOP)
-    wake = threading.Timer(seconds or 0, os.kill, (writer, signal.SIGCONT))
-    if seconds is not None:
-        wake.start()
+    wake = threading.Timer(10.0 if seconds is None else seconds, os.kill, (writer, signal.SIGCONT))
+    wake.start()
     try:
         yield
     finally:
         if seconds is None:
+            wake.cancel()
             os.kill(writer, signal.SIGCONT)
-        else:
-            wake.join()
+        wake.join()
 
 
 class Stalled(Feed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 import actds
+from actds.dataset.reading import read_dataset
 from actds.errors import ActdsError
+from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing.tiny import make_tiny_model
 
@@ -137,6 +140,27 @@ def test_a_killed_engine_ends_the_harvest_with_what_was_committed(
     dataset = h.validated(out)
     assert dataset.n_rows >= 2 * 64
     assert "unfinished" in dataset.requests()["finish_reason"].to_pylist()
+
+
+def test_an_engine_whose_command_was_killed_ends_its_run_in_order(
+    model: Path, tmp_path: Path
+) -> None:
+    """As an out-of-memory killer does: vLLM's engine core would wait for requests for ever."""
+    out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 2000)
+    process = start(out, model, prompts, *OPTIONS, *SLOW)
+    wait_for(lambda: n_shards(out) >= 2, process)
+    os.kill(process.pid, signal.SIGKILL)
+    try:
+        process.communicate(timeout=h.FORKED_TIMEOUT_S)  # until nobody has its standard output
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    while any(chain.state == "open" for chain in read_dataset(open_store(out)).chains.values()):
+        time.sleep(0.1)  # writer and census do not have it
+    [run] = actds.recover(out).runs
+    assert run.outcome == "accounted"
+    assert {chain.state for chain in read_dataset(open_store(out)).chains.values()} == {"closed"}
+    assert h.validated(out).n_rows >= 2 * 64
 
 
 def writer_of(out: Path) -> int:

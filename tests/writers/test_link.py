@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Client, Connection, Listener
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from actds.errors import ActdsError
 from actds_testing.faulty_disk import wait_until
-from actds_writers.ipc.link import Hub
+from actds_writers.config import HarvestSettings
+from actds_writers.ipc.link import Hub, Link
 
 MESSAGE = "whole"
 
@@ -126,3 +129,24 @@ def test_a_peer_that_reads_nothing_holds_up_neither_progress_nor_its_end(wire: W
     wire.hub.disconnect("writer")
     sender.join(60)
     assert not sender.is_alive() and wire.hub.roles() == set()
+
+
+def test_a_process_that_is_killed_as_it_accepts_is_said_to_have_ended(tmp_path: Path) -> None:
+    link = Link(
+        str(tmp_path), secrets.token_hex(8), "r-0", (), HarvestSettings.model_construct(), 0, 0, 0
+    )
+    alive = [True]
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "writer.sock"))
+        listener.listen()
+
+        def accept_and_die() -> None:
+            listener.accept()[0].close()
+            alive.clear()
+            listener.close()
+
+        accepting = threading.Thread(target=accept_and_die)
+        accepting.start()
+        with pytest.raises(ActdsError, match="E506 link writer: its process has ended"):
+            link.connect("writer", "harvest", is_alive=lambda: bool(alive))
+        accepting.join()

@@ -364,7 +364,8 @@ class Link:
                 )
                 connection.send(role)
                 return connection
-            except (FileNotFoundError, ConnectionRefusedError):
+            # A process that is killed as it accepts leaves an end of file.
+            except (FileNotFoundError, ConnectionError, EOFError):
                 alive = is_alive()
                 if time.monotonic() > deadline or not alive:
                     waited = f"no listener within {timeout_s:.0f} s"

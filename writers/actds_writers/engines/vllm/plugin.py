@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ FURTHER = "ACTDS_FURTHER_NODE"
 log = logging.getLogger("vllm.actds")
 DRAIN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 60.0
+CLIENT_GONE_S = 1.0
 CRASH_PATIENCE_S = 5.0
 """After a crash the last step may never arrive, as it may not have run."""
 
@@ -396,12 +398,26 @@ def _detach(worker: Any) -> None:
         closing()
 
 
+def _end_without(client_pid: int) -> None:
+    """End this engine core in order when its client is gone: vLLM's waits for requests for ever."""
+
+    def watching() -> None:
+        while os.getppid() == client_pid:
+            time.sleep(CLIENT_GONE_S)
+        log.warning("actds: process %d, the engine's client, is gone: it ends", client_pid)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watching, name="actds-client", daemon=True).start()
+
+
 def _wrap_scheduler() -> None:
     from vllm.v1.core.sched.scheduler import Scheduler
 
     @wrap(Scheduler, "__init__")
     def initialising(init: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
+        if _link is not None and _link.client_pid != os.getpid():
+            _end_without(_link.client_pid)
         self._actds = None if _link is None else _scheduler_side(self, _link)
         self._actds_planned = _planned(_link)
 
