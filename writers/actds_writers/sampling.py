@@ -230,6 +230,11 @@ class LeftOut:
         cut = [(max(a, c), min(b, d)) for a, b in parts for c, d in self.ranges]
         return [(start, stop) for start, stop in cut if start < stop]
 
+    @property
+    def is_unasked(self) -> bool:
+        """Whether a rule names its user, or nobody is captured: no digest of it is kept either."""
+        return self.prefill in (SKIP, ONLY, OFF)
+
 
 EVERYTHING = LeftOut()
 """Nothing of the request is left out."""
@@ -237,6 +242,8 @@ POSITIONS = "actds_positions"
 """What a request says in ``vllm_xargs`` of the positions that are to be stored."""
 ASKED, OFF = "sampling:request", "sampling:off"
 """Why a position is left out: its client asked for others; the capture was switched off."""
+SKIP, ONLY = "sampling:skip", "sampling:only"
+"""Why a request is: it matches one of ``skip``, or none of ``only``."""
 _END = 2**31
 _RANGE = re.compile(r"(?P<first>[0-9]{1,9})-(?P<last>[0-9]{1,9})?")
 
@@ -378,9 +385,9 @@ class SamplingRules(_Model):
 
     def _request_reason(self, labels: Labels) -> str | None:
         if any(match.holds(labels) for match in self.skip):
-            return "sampling:skip"
+            return SKIP
         if self.only and not any(match.holds(labels) for match in self.only):
-            return "sampling:only"
+            return ONLY
         return None if self._drawn(labels.external_id) else "sampling:fraction"
 
     def _drawn(self, external_id: str) -> bool:

@@ -324,16 +324,19 @@ class VllmSchedulerSide(SchedulerSide):
         )
 
     def _described(self, request: Any, external_id: str) -> dict[str, Any]:
-        n_blocks = request.num_prompt_tokens // self._block_size
-        return {
-            "sampling": recorded(request.sampling_params),
+        left_out = self._left_out(request, external_id)
+        about: dict[str, Any] = {
+            "sampling": None,
             "arrival_ns": int(request.arrival_time * 1e9),
-            "block_digests": tuple(
-                bytes(h)[:DIGEST_NBYTES] for h in request.block_hashes[:n_blocks]
-            ),
-            "left_out": self._left_out(request, external_id),
+            "left_out": left_out,
             "adapter": self._adapter(request),
         }
+        if not left_out.is_unasked:
+            n_blocks = request.num_prompt_tokens // self._block_size
+            blocks = request.block_hashes[:n_blocks]
+            about["sampling"] = recorded(request.sampling_params)
+            about["block_digests"] = tuple(bytes(block)[:DIGEST_NBYTES] for block in blocks)
+        return about
 
     def scheduled(self, scheduler: Any, output: Any, preempted: tuple[str, ...]) -> StepMark:
         n_tokens, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
@@ -595,7 +598,7 @@ class VllmSchedulerSide(SchedulerSide):
         n_prompt = tracked.prompt_len
         n_tokens = request.num_prompt_tokens + tracked.n_sampled(request)
         tokens = list(request.all_token_ids[:n_tokens])
-        return self.end_of(
+        end = self.end_of(
             tracked.number,
             reason,
             tokens,
@@ -604,6 +607,7 @@ class VllmSchedulerSide(SchedulerSide):
             # The last sampled token is never fed.
             roles=tracked.chat.sampled(tokens[n_prompt:-1]) if tracked.chat else "",
         )
+        return replace(end, token_digest="") if tracked.left_out.is_unasked else end
 
     def _adapter(self, request: Any) -> tuple[str, str | None] | None:
         """Return name and digest of a request's LoRA adapter, ``None`` without one.
