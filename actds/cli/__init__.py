@@ -479,10 +479,11 @@ def redact_command(
     """
     from actds.rewrite.redaction import redact
 
-    pairs = {name: (equals, value) for name, equals, value in (t.partition("=") for t in labels)}
-    if any(not equals for equals, _ in pairs.values()):
-        raise click.BadParameter(f"{labels} are not NAME=VALUE", param_hint="--label")
-    known = {name: value for name, (_, value) in pairs.items()}
+    known = {}
+    for label in labels:
+        name, equals, known[name] = label.partition("=")
+        if not (name and equals):
+            raise click.BadParameter(f"{label!r} is not NAME=VALUE", param_hint="--label")
     done = redact(path, requests, labels=known, dependents=dependents)
     n = sum(map(len, done.requests.values()))
     lines = [
