@@ -237,7 +237,7 @@ GPU_PIP      := --python-version $(GPU_PYTHON_VERSION) --only-binary=:all: $(for
 GPU_COMPILE  := $(BIN)/uv pip compile --quiet --python-version $(GPU_PYTHON_VERSION) --python-platform x86_64-manylinux_2_35 \
   --only-binary :all: --no-header --no-annotate --constraint build/gpu-lock.txt
 # What the packages need less what torch needs. A vLLM other than the lock's brings its own versions.
-gpu-wheels: $(STAMP) ## pack what make cuda needs beside torch, for a machine without a network (6 MB; GPU_VLLM=0.26.0 adds a vLLM)
+gpu-wheels: $(STAMP) ## pack what make cuda needs beside torch, for a machine without a network (13 MB; GPU_VLLM=0.26.0 adds a vLLM)
 	@mkdir -p build
 	grep -viE '^($(VLLM_FREE))' $(if $(GPU_VLLM),/dev/null,$(LOCK)) > build/gpu-lock.txt || true
 	echo torch==$(GPU_TORCH) | $(GPU_COMPILE) - > build/gpu-torch.txt

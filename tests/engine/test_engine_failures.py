@@ -19,6 +19,7 @@ from actds.dataset.reading import read_dataset
 from actds.errors import ActdsError
 from actds.store import open_store
 from actds_testing import harvest as h
+from actds_testing.faulty_disk import wait_until
 from actds_testing.tiny import make_tiny_model
 
 pytestmark = pytest.mark.engine
@@ -155,11 +156,13 @@ def test_an_engine_whose_command_was_killed_ends_its_run_in_order(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    while any(chain.state == "open" for chain in read_dataset(open_store(out)).chains.values()):
-        time.sleep(0.1)  # writer and census do not have it
+
+    def states() -> set[str]:
+        return {chain.state for chain in read_dataset(open_store(out)).chains.values()}
+
+    wait_until(lambda: states() == {"closed"}, "writer and census")  # which have an output apart
     [run] = actds.recover(out).runs
     assert run.outcome == "accounted"
-    assert {chain.state for chain in read_dataset(open_store(out)).chains.values()} == {"closed"}
     assert h.validated(out).n_rows >= 2 * 64
 
 

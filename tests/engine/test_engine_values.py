@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ from actds.dataset.reading import read_catalog
 from actds.format.schema import RowCounts
 from actds.store import open_store
 from actds_testing import harvest as h
+from actds_testing.faulty_disk import wait_until
 from actds_testing.tiny import make_random_model
 from actds_validators.validate.validation import validate
 from actds_writers.harvest.result import HarvestResult, Observer
@@ -37,9 +37,8 @@ class LastSnapshot(Observer):
     @contextmanager
     def harvesting(self, snapshot: Callable[[], Snapshot]) -> Iterator[None]:
         yield  # the engine has ended, and the writer may have committed nothing yet
-        while not (taken := snapshot()).commits.n_rows:
-            time.sleep(0.01)
-        self.snapshot = taken
+        wait_until(lambda: snapshot().commits.n_rows > 0, "the first commit")
+        self.snapshot = snapshot()
 
 
 @pytest.fixture(scope="module")

@@ -231,7 +231,7 @@ class LeftOut:
         return [(start, stop) for start, stop in cut if start < stop]
 
     @property
-    def is_unasked(self) -> bool:
+    def is_private(self) -> bool:
         """Whether a rule names its user, or nobody is captured: no digest of it is kept either."""
         return self.prefill in (SKIP, ONLY, OFF)
 

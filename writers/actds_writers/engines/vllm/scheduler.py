@@ -331,7 +331,7 @@ class VllmSchedulerSide(SchedulerSide):
             "left_out": left_out,
             "adapter": self._adapter(request),
         }
-        if not left_out.is_unasked:
+        if not left_out.is_private:
             n_blocks = request.num_prompt_tokens // self._block_size
             blocks = request.block_hashes[:n_blocks]
             about["sampling"] = recorded(request.sampling_params)
@@ -607,7 +607,7 @@ class VllmSchedulerSide(SchedulerSide):
             # The last sampled token is never fed.
             roles=tracked.chat.sampled(tokens[n_prompt:-1]) if tracked.chat else "",
         )
-        return replace(end, token_digest="") if tracked.left_out.is_unasked else end
+        return replace(end, token_digest="") if tracked.left_out.is_private else end
 
     def _adapter(self, request: Any) -> tuple[str, str | None] | None:
         """Return name and digest of a request's LoRA adapter, ``None`` without one.
