@@ -18,6 +18,7 @@ from actds.explore.dataset import Dataset
 from actds.store import open_store
 from actds_testing import harvest as h
 from actds_testing import toy
+from actds_validators.validate.validation import validate
 from actds_writers.config import WriteSettings
 from actds_writers.harvest.prepare import finished_of
 
@@ -142,6 +143,8 @@ def test_nodes_that_die_or_stand_still_cost_no_prompt_and_serve_none_twice(
         time.sleep(1)
     signal_all(stopped, signal.SIGCONT)
     dataset, said = ended(command, out)
+    left = [finding.line() for finding in validate(out).warnings if finding.code == "E105"]
+    assert not left, "nothing of the dead runs is left"
     assert whole(dataset) == Counter(range(N_PROMPTS))
     assert said.count("is gone") == said.count("handed out again") == 2, said
     states = Counter(chain.state for chain in dataset.catalog.chains.values())

@@ -21,12 +21,13 @@ from actds.dataset import heartbeat
 from actds.dataset.ledger import Chain, read_ledger
 from actds.dataset.reading import read_genesis
 from actds.errors import ActdsError
-from actds.store import open_store
+from actds.store import layout, open_store
 from actds_testing import harvest as h
 from actds_testing import toy
 from actds_testing.recovery import accounts, clean
 from actds_testing.synthetic_engine import SyntheticEngine, pipeline_for
 from actds_writers.harvest import recover as recovery
+from actds_writers.harvest.processes import Pipeline
 from actds_writers.harvest.recover import recover
 
 pytestmark = pytest.mark.standard
@@ -192,6 +193,59 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take every process but this one for one of another machine."""
     monkeypatch.setattr(heartbeat, "_machine", lambda: "another machine")
     yield
+
+
+def left_of(place: str) -> list[str]:
+    """Return the files that no record names, temporary ones too."""
+    return [path for path, _ in recovery._unreachable(open_store(place))]  # noqa: SLF001
+
+
+def stop_within_a_shard(place: str, pipeline: Pipeline, engine: SyntheticEngine) -> list[str]:
+    """Stop writer and census when files of a shard are there and its record is not; return them."""
+    for number in range(400):
+        engine.request(number)
+        for process in pipeline.processes.values():
+            os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.02)
+        half = [path for path in left_of(place) if path.startswith("shards/")]
+        if half:
+            return half
+        for process in pipeline.processes.values():
+            os.kill(process.pid, signal.SIGCONT)
+    raise AssertionError("a shard is never seen half")
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_what_a_stalled_run_left_is_removed_and_it_still_ends_at_the_fence_when_it_comes_back(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "SILENCE_S", 1.5)
+    pipeline, store = pipeline_for(place), open_store(place)
+    try:
+        engine = SyntheticEngine(pipeline)
+        while not store.exists("actds.json"):
+            time.sleep(0.1)
+        half = stop_within_a_shard(place, pipeline, engine)
+        done = recover(place)
+        assert [run.outcome for run in done.runs] == ["recovered"] and half
+        other = layout.manifest_path("w-of-nobody-known-000000")
+        store.put_new(other, [b"stays"])
+        recovery.clear_ended(store, done.runs)
+        assert {path for path in left_of(place) if "/.tmp-" not in path} == {other}
+        store.remove(other)
+        kept = accounts(place)
+        clean(place, warnings=frozenset())
+        for process in pipeline.processes.values():
+            os.kill(process.pid, signal.SIGCONT)
+        with pytest.raises(ActdsError, match=r"E308.*a fence: process \d+ on .* no sign of life"):
+            for number in range(400, 1000):
+                engine.request(number)
+                pipeline.poll()
+        engine.close()
+    finally:
+        pipeline.__exit__()
+    assert accounts(place) == kept
+    clean(place)
 
 
 @pytest.mark.usefixtures("elsewhere")

@@ -35,7 +35,7 @@ from actds_writers.harvest.prepare import (
     identity,
     request_key,
 )
-from actds_writers.harvest.recover import recover_runs
+from actds_writers.harvest.recover import RunFound, clear_ended, recover_runs
 from actds_writers.harvest.replicas import Began, Replica, Wanted, Work, interrupts_passed_on
 from actds_writers.harvest.result import Observer
 from actds_writers.monitor.progress import Snapshot, summed
@@ -171,6 +171,7 @@ def harvest_cluster(settings: WriteSettings, plan: Plan, observer: Observer) -> 
             harvest.run(n_interrupts)
         if n_interrupts() > 1:
             raise KeyboardInterrupt
+    harvest.clear()
     return harvest.ended()
 
 
@@ -275,6 +276,7 @@ class _Harvest:
         self._queue = deque(range(len(plan.encoded)))
         self._client = {prompt.key: prompt for prompt in plan.client}
         self._taken: list[Ended] = []
+        self._recovered: list[RunFound] = []
         self._fatal: ActdsError | None = None
         self._has_served = False
 
@@ -409,7 +411,7 @@ class _Harvest:
         if not run or not has_dataset(out):
             return handed, None
         store = open_store(out)
-        recover_runs(store, only=lambda other: other == run, alone=False)
+        self._recovered += recover_runs(store, only=lambda other: other == run, alone=False)
         catalog = read_catalog(store)
         if run not in catalog.runs_with_data:
             return handed, None
@@ -457,6 +459,11 @@ class _Harvest:
     def _snapshot(self) -> Snapshot:
         whole = summed([node.snapshot for node in self._nodes if node.snapshot is not None])
         return replace(whole, requests_total=sum(e.skip is None for e in self._plan.encoded))
+
+    def clear(self) -> None:
+        """Remove what the lost runs left, as late as can be: an engine may only have stalled."""
+        if self._recovered:
+            clear_ended(open_store(self._settings.out), self._recovered)
 
     def ended(self) -> list[Ended]:
         """Return how the runs ended: with a failure where prompts are left for nobody."""

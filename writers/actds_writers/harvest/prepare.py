@@ -35,7 +35,7 @@ from actds.text import counted
 from actds_writers.capture.hooks import hook_specs, parse_hooks, plan_readouts
 from actds_writers.config import HarvestSettings, WriteSettings
 from actds_writers.engine_protocol import EngineOptions
-from actds_writers.harvest.recover import recover_runs, require_accounted
+from actds_writers.harvest.recover import clear_ended, recover_runs, require_accounted
 from actds_writers.interventions import KINDS, Planned, plan_interventions
 from actds_writers.ipc.messages import LETTERS, UNKNOWN, Fact, PromptFact, Replayed, packed
 from actds_writers.model_folder import ModelFiles, SpecialTokens, generation_eos, model_config
@@ -534,7 +534,9 @@ def finished_rows(
     store = open_store(folder)
     catalog = read_catalog(store)
     compare_plan(catalog, plan)
-    require_accounted(recover_runs(store, only=runs_of(catalog, part), alone=part is None, say=say))
+    runs = recover_runs(store, only=runs_of(catalog, part), alone=part is None, say=say)
+    require_accounted(runs)
+    clear_ended(store, runs)
     if part is None:
         store.remove_temporary()
     catalog = read_catalog(store)

@@ -6,7 +6,7 @@ Every acknowledged row is kept; every position without one becomes ``aborted``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -126,6 +126,7 @@ def recover(
             error = refused
         unreachable = dict(_unreachable(store))
         if clear:
+            store.remove_temporary()
             _clear(store, unreachable)
         return RecoverResult(store.uri, tuple(runs), unreachable, clear, sealed, error)
     finally:
@@ -333,10 +334,32 @@ def _unreachable(store: Store) -> Iterator[tuple[str, int]]:
         yield from store.temporary()
 
 
-def _clear(store: Store, unreachable: dict[str, int]) -> None:
-    store.remove_temporary()
+def _clear(store: Store, unreachable: Iterable[str]) -> None:
     for path in unreachable:
         if not path.rpartition("/")[2].startswith(TEMPORARY):
             store.remove(path)
     for run in {path.split("/")[1] for path in unreachable if path.startswith("journal/")}:
         remove_journal(store, run)
+
+
+def clear_ended(store: Store, runs: Iterable[RunFound]) -> None:
+    """Remove what ended runs left and no record names; a store that refuses keeps it.
+
+    No record can name it later: their chains have ended. Temporary files stay, so that a process
+    that only stood still fails at its next record (E308) and not before.
+    """
+    ended = {
+        name
+        for run in runs
+        if run.outcome in ("recovered", "empty") or (run.outcome == "accounted" and run.n_segments)
+        for name in (run.run, *run.chains)
+    }
+    with suppress(ActdsError):
+        if ended:
+            _clear(store, [path for path, _ in _unreachable(store) if _owner(path) in ended])
+
+
+def _owner(path: str) -> str:
+    """Return the run of a file that nothing reaches, or the chain whose shard it is of."""
+    name = path.split("/")[1].removesuffix(".json")
+    return name.rpartition("-")[0] if path.startswith("shards/") else name

@@ -48,7 +48,7 @@ from actds_writers.harvest.prepare import (
     say_second_bos,
     without_finished,
 )
-from actds_writers.harvest.recover import recover_runs, require_accounted
+from actds_writers.harvest.recover import clear_ended, recover_runs, require_accounted
 from actds_writers.harvest.replicas import harvest_replicas, shares
 from actds_writers.harvest.result import OF_CENSUS, HarvestResult, Observer, Totals
 
@@ -239,7 +239,9 @@ def _seal_what_there_is(settings: WriteSettings, observer: Observer) -> None:
             return
         store = open_store(out)
         only = runs_of(read_catalog(store), part)
-        require_accounted(recover_runs(store, only=only, beside="seen", alone=part is None))
+        recovered = recover_runs(store, only=only, beside="seen", alone=part is None)
+        require_accounted(recovered)
+        clear_ended(store, recovered)
         if part is not None:
             return
         sealed = seal(store)
