@@ -7,8 +7,11 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,27 @@ import pytest
 from test_metrics import Samples, served
 from test_progress import COUNTED, ODD, WITH_LANE, snapshot
 
+from actds.dataset.ledger import read_ledger
+from actds.dataset.reading import read_genesis
+from actds.publish.sealing import seal
+from actds.store import open_store
+from actds_testing import harvest as h
+from actds_testing import toy
 from actds_writers.cli import write
 from actds_writers.config import LiveSettings
 from actds_writers.engines.vllm.serving import parse_live_settings
+from actds_writers.harvest.prepare import finished_of
 from actds_writers.ipc.messages import RunInfo
 from actds_writers.sizing import LANE_NBYTES
 
 yaml = pytest.importorskip("yaml")
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
+SBATCH = DEPLOY / "write.sbatch"
+
+
+def executable(path: Path, script: str) -> None:
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
 
 
 @pytest.fixture(scope="module")
@@ -180,24 +196,120 @@ def test_the_parts_of_job_and_array_are_those_of_one_harvest(
     [job] = documents("write.yaml")
     assert job["spec"]["completionMode"] == "Indexed"
     [(_, _, container)] = [pod for pod in pods() if "JOB_COMPLETION_INDEX" in str(pod)]
-    array = (DEPLOY / "write.sbatch").read_text()
+    array = SBATCH.read_text()
     n_parts = int(re.findall(r"^#SBATCH --array=1-(\d+)$", array, re.M)[0])
     assert n_parts == job["spec"]["completions"] == 16
     # Real shells; what they would start only says with which words.
-    for name in ("actds", "srun"):
-        path = tmp_path / name
-        path.write_text('#!/bin/sh\n[ "$1" = actds ] && shift\nprintf "%s\\n" "$@"\n')
-        path.chmod(0o755)
-    of_slurm = {"SLURM_ARRAY_TASK_ID": str(int(task) + 1), "SLURM_ARRAY_TASK_COUNT": str(n_parts)}
+    executable(tmp_path / "actds", 'printf "%s\\n" "$@"')
     environment = {
         "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
         "JOB_COMPLETION_INDEX": task,
-        **of_slurm,
+        "SLURM_ARRAY_TASK_ID": str(int(task) + 1),
     }
-    for command in (container["command"], ["bash", str(DEPLOY / "write.sbatch")]):
+    for command in (container["command"], ["bash", str(SBATCH)]):
         words = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=True
         ).stdout.split()
         context = write.make_context("write", words[1:], resilient_parsing=True)
         assert words[0] == "write" and option(words, "--part") == part
         assert not context.args and context.params["resume"]
+
+
+class SlurmTask:
+    """The shell of a task of the array, with what it starts from a folder, and a scontrol there."""
+
+    def __init__(self, folder: Path, restarts: int = 0, **variables: str) -> None:
+        self._calls = folder / "scontrol.calls"
+        executable(folder / "scontrol", f'echo "$@" >> {self._calls}')
+        of_slurm = {"SLURM_JOB_ID": "100", "SLURM_ARRAY_JOB_ID": "100", "SLURM_ARRAY_TASK_ID": "3"}
+        if restarts:
+            of_slurm["SLURM_RESTART_COUNT"] = str(restarts)
+        path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+        self.shell = subprocess.Popen(
+            ["bash", str(SBATCH)],
+            env=h.environment(PATH=path, **of_slurm, **variables),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def signal(self) -> None:
+        """Signal as B:TERM does: the shell alone."""
+        self.shell.send_signal(signal.SIGTERM)
+
+    def ended(self) -> tuple[int, list[str], str]:
+        """Return the exit code, what scontrol was asked for, and what was said."""
+        said, _ = self.shell.communicate(timeout=300)
+        calls = self._calls.read_text().splitlines() if self._calls.exists() else []
+        return self.shell.returncode, calls, said
+
+
+def await_that(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+AGAIN = ["requeue Incomplete 100_3"]  # by task: 100 alone is the whole array
+
+
+@pytest.mark.standard
+@pytest.mark.parametrize(
+    ("is_signalled", "code", "restarts", "calls"),
+    [
+        pytest.param(True, 1, 0, AGAIN, id="ended in order with more to do"),
+        pytest.param(True, 1, 19, AGAIN, id="the last restart"),
+        pytest.param(True, 1, 20, [], id="restarted for ever"),
+        pytest.param(True, 0, 0, [], id="finished meanwhile"),
+        pytest.param(True, 143, 0, AGAIN, id="signalled before it began to serve"),
+        pytest.param(False, 4, 0, [], id="an error that comes again"),
+        pytest.param(False, 1, 0, [], id="an error of Python"),
+        pytest.param(False, 0, 3, [], id="finished after restarts"),
+    ],
+)
+def test_a_slurm_task_is_queued_again_only_when_a_signal_ended_it(
+    is_signalled: bool, code: int, restarts: int, calls: list[str], tmp_path: Path
+) -> None:
+    begun, end = tmp_path / "begun", f"exit {code}" if code < 128 else "trap - TERM; kill -TERM $$"
+    # It ends some time after the signal, as a harvest that drains.
+    wait = "while [ ! $ended ]; do sleep 0.02; done; sleep 0.3" if is_signalled else ""
+    executable(tmp_path / "actds", f"trap 'ended=1' TERM; touch {begun}; {wait}\n{end}")
+    task = SlurmTask(tmp_path, restarts)
+    if is_signalled:
+        await_that(begun.exists)
+        time.sleep(0.1)  # until the shell has its trap
+        task.signal()
+    assert task.ended()[:2] == (code, calls)
+
+
+@pytest.mark.standard
+def test_a_signalled_slurm_task_ends_in_order_and_the_next_one_serves_what_is_left(
+    tmp_path: Path,
+) -> None:
+    site, out = toy.register(tmp_path / "site"), tmp_path / "acts"
+    words = [{"id": f"q{n}", "prompt": "all work"} for n in range(16 * 12)]
+    variables = {
+        "OUT": str(out),
+        "MODEL": str(toy.write_model(tmp_path / "toy")),
+        "PROMPTS": str(h.write_prompts(tmp_path / "prompts.jsonl", words)),
+        "PYTHONPATH": os.pathsep.join([str(site), os.environ.get("PYTHONPATH", "")]),
+    }
+    options = "--engine toy --hooks resid_post:0 --max-tokens 4 --rows-per-shard 16"
+    slow = "--engine-arg max_num_seqs=2 --engine-arg step_s=0.5"
+    executable(tmp_path / "actds", f'exec {sys.executable} -m actds "$@" {options} {slow}')
+    first = SlurmTask(tmp_path, **variables)
+    await_that(lambda: first.shell.poll() or len(list(out.glob("shards/*/shard.json"))) >= 3)
+    first.signal()
+    code, calls, said = first.ended()
+    assert (code, calls) == (1, AGAIN) and "Continue with the same command" in said, said
+    ledger = read_ledger(open_store(out), read_genesis(open_store(out)).dataset)
+    assert {chain.state for chain in ledger.values()} == {"closed"}, said
+    second = SlurmTask(tmp_path, restarts=1, **variables)
+    code, calls, said = second.ended()
+    assert (code, calls) == (0, AGAIN), said  # not asked for once more
+    seal(out)
+    dataset = h.validated(out)
+    served = [finished_of(dataset.catalog, run) for run in dataset.runs]
+    assert len(served) == 2 and all(served), served
+    assert sorted(row for rows in served for row in rows) == list(range(2, 16 * 12, 16))

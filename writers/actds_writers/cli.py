@@ -122,8 +122,8 @@ def _run_shown(
         raise
     if result.reason == "interrupted":
         click.echo(
-            "Interrupted. Everything committed is sealed. Continue with the same command and "
-            "--resume.",
+            f"Interrupted. Everything committed is {'sealed' if result.seal else 'kept'}. "
+            "Continue with the same command and --resume.",
             err=True,
         )
         click.get_current_context().exit(1)

@@ -237,7 +237,7 @@ class Run:
             rows_per_shard=plan.rows_per_shard,
             n_threads=max(1, usual_threads() // n_beside),
             readouts=plan.readouts,
-            resume=settings.resume,
+            resume=settings.resume and settings.part is None,  # a part may be the first of all
             replica=replica,
         )
         edits = None if plan.interventions is None else plan.interventions.to_bytes()
