@@ -61,8 +61,8 @@ def test_recomputed_positions_are_counted_and_not_stored() -> None:
     beyond = step(2, (1, 6, 10, 8))
     slices = assembly.slices(beyond, rows_for(beyond))
     assert stored(slices, "decode") == [(1, 8, 2), (1, 9, 3)]
-    assert slices["decode"].columns["attempt"].tolist() == [1, 1]
-    assert slices["decode"].columns["chunk"].tolist() == [2, 2]
+    assert slices["decode", None].columns["attempt"].tolist() == [1, 1]
+    assert slices["decode", None].columns["chunk"].tolist() == [2, 2]
     assert assembly.recomputed_tokens == 8
 
 
@@ -70,7 +70,7 @@ def test_a_jump_over_cached_positions_is_no_new_attempt() -> None:
     assembly = Assembly(SpecialTokens())
     message = step(0, (1, 32, 40, 50))
     slices = assembly.slices(message, rows_for(message))
-    assert slices["prefill"].columns["attempt"].tolist() == [0] * 8
+    assert slices["prefill", None].columns["attempt"].tolist() == [0] * 8
 
 
 def test_a_finished_request_s_number_is_forgotten() -> None:
@@ -85,7 +85,7 @@ def test_flags_mark_special_tokens() -> None:
     tokens = SpecialTokens(special=(100, 102), bos=100, eos=(102,))
     message = step(0, (1, 0, 3, 3))
     slices = Assembly(tokens).slices(message, rows_for(message))
-    assert slices["prefill"].columns["flags"].tolist() == [
+    assert slices["prefill", None].columns["flags"].tolist() == [
         FLAG_SPECIAL | FLAG_BOS, 0, FLAG_SPECIAL | FLAG_EOS,
     ]  # fmt: skip
 

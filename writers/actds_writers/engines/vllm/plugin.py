@@ -205,7 +205,7 @@ def _wrap_inputs(module: Any) -> None:
             return
         from actds_writers.engines.vllm.requests import refuse_in
 
-        refuse_in(self, document.get("intervene"))
+        refuse_in(self, document)
         if document.get("roles") is False:
             return
         try:
@@ -598,6 +598,7 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
         attending=link.settings.attending(link.run),
         answers=Answers(link, _live.dataset if _live else "") if link.live else None,
         switch=_live.switch if _live else None,
+        choices=_live.choices if _live else (),
         **more,
     )
     if scheduler.connector is not None:

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -47,13 +47,16 @@ from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.prompts.conversation import UNKNOWN, Turn
 from actds_writers.sampling import (
     EVERYTHING,
+    HOOKS,
     MIXED_WEIGHTS,
     OFF,
     POSITIONS,
+    HookNames,
     Labels,
     LeftOut,
     Regime,
     SamplingRules,
+    hooks_asked,
     positions_asked,
 )
 
@@ -200,6 +203,7 @@ class VllmSchedulerSide(SchedulerSide):
         answers: what requests are told that ask for their score or handle.
         attending: whose attention is looked at: they compute their own keys.
         switch: file during whose presence nothing of new requests is stored.
+        choices: hooks that a request may choose.
         before: that of the run before with the same weights: what KV there is came from outside.
     """
 
@@ -219,6 +223,7 @@ class VllmSchedulerSide(SchedulerSide):
         answers: Answers | None = None,
         attending: Attending | None = None,
         switch: str | None = None,
+        choices: Collection[HookNames] = (),
         before: VllmSchedulerSide | None = None,
     ) -> None:
         super().__init__(census)
@@ -229,7 +234,7 @@ class VllmSchedulerSide(SchedulerSide):
         self._adapters = adapters
         self._adapter_digests: dict[int, str | None] = {}
         self._block_size = block_size
-        self._rules = rules
+        self._rules, self._choices = rules, choices
         self._tracked: dict[str, _Tracked] = {}
         # In order: the steps in flight, and behind each the requests that ended meanwhile.
         self._unsent: deque[_Flying | RequestFinished] = deque()
@@ -584,7 +589,8 @@ class VllmSchedulerSide(SchedulerSide):
             n = request.num_prompt_tokens + tracked.n_sampled(request)
             n_positions = n - 1 if n > tracked.prompt_len else n
             stored = tracked.left_out.stored(n_positions, tracked.prompt_len)
-            self._answers.ended(request, tracked.number, self.last_step, n_positions, stored)
+            about = (n_positions, stored, tracked.left_out.hooks)
+            self._answers.ended(request, tracked.number, self.last_step, *about)
         if tracked.is_stopped:
             return
         reason = request.get_finished_reason()  # an enumeration of integers, from 0
@@ -637,9 +643,13 @@ class VllmSchedulerSide(SchedulerSide):
         params = request.sampling_params
         xargs = (params.extra_args if params is not None else None) or {}
         out = self._rules.left_out(Labels(external_id, getattr(request, "session_id", None), xargs))
-        if (text := xargs.get(POSITIONS)) is None:
+        if out.is_private:
             return out
-        return replace(out, ranges=positions_asked(text, request.num_prompt_tokens))
+        if (text := xargs.get(POSITIONS)) is not None:
+            out = replace(out, ranges=positions_asked(text, request.num_prompt_tokens))
+        if (text := xargs.get(HOOKS)) is not None:
+            out = replace(out, hooks=hooks_asked(text, self._choices))
+        return out
 
     def _references(self, request: Any, tracked: _Tracked, start: int) -> list[Reference]:
         """Return the hits between the high-water mark and ``start``: from here and from outside."""
