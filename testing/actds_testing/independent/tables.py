@@ -21,7 +21,7 @@ COLUMNS = {  # 6.3; a question mark stands for: may be null
         engine_cached_tokens uint32? n_preemptions uint16 arrival_ns int64? first_token_ns int64?
         finish_ns int64? finish_reason string reason string? token_digest string?
         sampling string? block_digests list<binary>? adapter string? adapter_sha256 string?
-        labels string? conversation string? turn uint32?""",
+        labels string? conversation string? turn uint32? hooks string?""",
     "steps": f"""step uint64 t_ns int64 duration_ns int64? batch_tokens uint32 n_requests uint32
         prefill_tokens uint32 decode_tokens uint32 captured_tokens uint32 recomputed_tokens uint32
         dropped_tokens uint32 aborted_tokens uint32 filtered_tokens uint32
