@@ -39,7 +39,7 @@ from actds.format.telemetry import Attending
 from actds.store import layout, local_folder
 from actds.version import __version__
 from actds_writers.model_folder import find_model
-from actds_writers.sampling import POLICIES, HookNames, SamplingRules, choice_of, keep_rules
+from actds_writers.sampling import POLICIES, HookNames, SamplingRules, keep_rules
 
 if TYPE_CHECKING:
     from actds_writers.ipc.messages import Fact
@@ -77,14 +77,10 @@ Overflow = Annotated[
 ]
 
 
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
 def _names(columns: Any) -> Any:
     if isinstance(columns, str):
         return tuple(name.strip() for name in columns.split(",")) if columns else ()
-    return _tuple(columns)
+    return tuple(columns) if isinstance(columns, list) else columns
 
 
 def _label_columns(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -562,19 +558,10 @@ class LiveSettings(SamplingRules, HarvestSettings):
     switch: Annotated[str, Field(min_length=1)] | None = Field(
         default=None, description="File during whose presence nothing of new requests is stored"
     )
-    hook_choices: Annotated[tuple[str, ...], BeforeValidator(_tuple), Field(max_length=16)] = Field(
-        default=(),
-        description='Hooks that a request may choose, as ["embed.0", "embed.0,resid_post.3"]; each '
-        "choice takes the memory of two shards",
-    )
     group_readable: bool = Field(
         default=False,
         description="Let the group read the dataset's files; else none but the server's user",
     )
-
-    @property
-    def choices(self) -> tuple[HookNames, ...]:
-        return tuple(dict.fromkeys(map(choice_of, self.hook_choices)))
 
     @property
     def umask(self) -> int:

@@ -393,6 +393,16 @@ class SamplingRules(_Model):
         default=[], description="A request that matches one of these is never stored"
     )
 
+    hook_choices: Annotated[list[str], Field(max_length=16)] = Field(
+        default=[],
+        description='Hooks that a request may choose, as ["embed.0", "embed.0,resid_post.3"]; each '
+        "choice takes the memory of two shards",
+    )
+
+    @property
+    def choices(self) -> tuple[HookNames, ...]:
+        return tuple(dict.fromkeys(map(choice_of, self.hook_choices)))
+
     @field_serializer("fraction")
     def _plain(self, fraction: Decimal) -> str:
         return format(fraction.normalize(), "f")
@@ -413,9 +423,9 @@ class SamplingRules(_Model):
 
         Spec: 0.1 section 6.1.
         """
-        if self == SamplingRules(seed=self.seed):
+        if self == SamplingRules(seed=self.seed, hook_choices=self.hook_choices):
             return "all"
-        document = self.model_dump(mode="json", exclude_none=True)
+        document = self.model_dump(mode="json", exclude_none=True, exclude={"hook_choices"})
         document["phases"] = sorted(set(self.phases))
         return canonical.dump(document).decode("ascii").rstrip("\n")
 

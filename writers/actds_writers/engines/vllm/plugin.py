@@ -598,7 +598,6 @@ def _scheduler_side(scheduler: Any, link: Link, **more: Any) -> Any:
         attending=link.settings.attending(link.run),
         answers=Answers(link, _live.dataset if _live else "") if link.live else None,
         switch=_live.switch if _live else None,
-        choices=_live.choices if _live else (),
         **more,
     )
     if scheduler.connector is not None:

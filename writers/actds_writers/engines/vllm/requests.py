@@ -466,12 +466,12 @@ def refuse_unlisted(params: Any, names: Sequence[str]) -> None:
 
 def refuse_choices(params: Any, choices: Collection[HookNames]) -> None:
     """Refuse a request for positions or hooks that it cannot choose; raises the same."""
-    asked = getattr(params, "extra_args", None) or {}
+    xargs = getattr(params, "extra_args", None) or {}
     try:
-        if POSITIONS in asked:
-            positions_asked(asked[POSITIONS], 1)
-        if HOOKS in asked:
-            hooks_asked(asked[HOOKS], choices)
+        if POSITIONS in xargs:
+            positions_asked(xargs[POSITIONS], 1)
+        if HOOKS in xargs:
+            hooks_asked(xargs[HOOKS], choices)
     except ValueError as error:
         raise _bad_request()(str(error)) from None
 

@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -51,7 +51,6 @@ from actds_writers.sampling import (
     MIXED_WEIGHTS,
     OFF,
     POSITIONS,
-    HookNames,
     Labels,
     LeftOut,
     Regime,
@@ -203,7 +202,6 @@ class VllmSchedulerSide(SchedulerSide):
         answers: what requests are told that ask for their score or handle.
         attending: whose attention is looked at: they compute their own keys.
         switch: file during whose presence nothing of new requests is stored.
-        choices: hooks that a request may choose.
         before: that of the run before with the same weights: what KV there is came from outside.
     """
 
@@ -223,7 +221,6 @@ class VllmSchedulerSide(SchedulerSide):
         answers: Answers | None = None,
         attending: Attending | None = None,
         switch: str | None = None,
-        choices: Collection[HookNames] = (),
         before: VllmSchedulerSide | None = None,
     ) -> None:
         super().__init__(census)
@@ -234,7 +231,7 @@ class VllmSchedulerSide(SchedulerSide):
         self._adapters = adapters
         self._adapter_digests: dict[int, str | None] = {}
         self._block_size = block_size
-        self._rules, self._choices = rules, choices
+        self._rules = rules
         self._tracked: dict[str, _Tracked] = {}
         # In order: the steps in flight, and behind each the requests that ended meanwhile.
         self._unsent: deque[_Flying | RequestFinished] = deque()
@@ -648,7 +645,7 @@ class VllmSchedulerSide(SchedulerSide):
         if (text := xargs.get(POSITIONS)) is not None:
             out = replace(out, ranges=positions_asked(text, request.num_prompt_tokens))
         if (text := xargs.get(HOOKS)) is not None:
-            out = replace(out, hooks=hooks_asked(text, self._choices))
+            out = replace(out, hooks=hooks_asked(text, self._rules.choices))
         return out
 
     def _references(self, request: Any, tracked: _Tracked, start: int) -> list[Reference]:

@@ -89,7 +89,6 @@ class LiveRun:
         is_spare: bool = False,
     ) -> None:
         self._begin, self._writer, self.switch = begin, writer, switch
-        self.choices = writer.harvest.choices
         self._metrics_at, self._metrics, self._rotation = metrics, metrics, rotation
         self.pipeline, self._release = begin(writer)
         self.link: Link = self.pipeline.link
