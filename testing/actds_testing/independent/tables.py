@@ -93,7 +93,6 @@ def read_rows(data: bytes, table: str, n_rows: int | None, place: str) -> list[J
             keys = file.metadata.metadata or {}
             need(b"ARROW:schema" not in keys, "E206", place, "carries an Arrow schema")
             counted = file.metadata.num_rows
-            need(n_rows in (None, counted), "E203", place, f"{counted} rows, expected {n_rows}")
             columns = dict(zip(*[iter(COLUMNS[table].split())] * 2, strict=True))
             schema = file.schema_arrow
             need(schema.names == list(columns), "E109", place, f"columns {schema.names}")
@@ -121,6 +120,8 @@ def read_rows(data: bytes, table: str, n_rows: int | None, place: str) -> list[J
         if kind.startswith("list"):
             items = (item for row in rows for item in row[name] or ())
             need(None not in items, "E109", place, f"{name} has a null in a list")
+    need(n_rows in (None, counted), "E203", place, f"{counted} rows, expected {n_rows}")
+    for name in columns:
         if name in WORDS:
             odd = {row[name] for row in rows} - set(WORDS[name])
             need(not odd, "E103", place, f"{name} {sorted(odd)}")
