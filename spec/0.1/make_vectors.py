@@ -53,7 +53,7 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "thinned-requests", unit="request")
     _write_minimal(root / "valid" / "thinned-rules", unit="row", roles=True, rules=True)
     _write_minimal(root / "valid" / "interventions", origins=True, changes=True)
-    _write_minimal(root / "valid" / "chosen-hooks", readouts=Readouts(2, seed=4), chosen=True)
+    _write_minimal(root / "valid" / "chosen-hooks", chosen=True)
     _write_minimal(root / "valid" / "looks", readouts=Readouts(2, seed=4), looks=True)
     _write_replaced(root / "valid" / "replaced")
     _write_redacted(root / "valid" / "redacted")
