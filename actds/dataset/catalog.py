@@ -28,6 +28,7 @@ from actds.format.schema import (
     ShardManifest,
 )
 from actds.format.shard import (
+    HOOK_CHOICES,
     TOKENS,
     Shard,
     data_files,
@@ -241,6 +242,11 @@ class Catalog:
             parse=self.parse,
         )
 
+    def has_choices(self, run: str) -> bool:
+        """Return whether requests of a run choose the hooks of their rows (section 5.2)."""
+        record = self.runs.get(run)
+        return record is not None and HOOK_CHOICES in record.fields
+
     def row_sets(self, run: str) -> list[tuple[list[str], list[Shard]]]:
         """Return hooks with the shards that hold them, one entry per distinct set of shards.
 
@@ -248,6 +254,8 @@ class Catalog:
         hooks, and then every hook has to account for every row by itself.
         """
         shards = self.shards_of(run)
+        if self.has_choices(run):  # each row is in one shard, with the hooks of its request
+            return [([hook.name for hook in self.genesis.hooks], shards)]
         hook_sets = [frozenset(shard.hooks) for shard in shards]
         sets: dict[tuple[str, ...], tuple[list[str], list[Shard]]] = {}
         for hook in self.genesis.hooks:

@@ -375,7 +375,7 @@ class Dataset:
 
         Args:
             hook: whose rows; None takes the first hook. All hooks have the same rows unless they
-                have shards of their own.
+                have shards of their own, or requests chose theirs.
             columns: columns to read; None reads all.
             run: add the run as the first column; see the class.
 

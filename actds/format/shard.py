@@ -17,6 +17,8 @@ from actds.store import Store, file_sha256, layout
 
 TOKENS = "tokens.parquet"
 GROUP_METADATA = "acts.zarr/zarr.json"
+HOOK_CHOICES = "capture.hook_choices"
+"""Field of the run record of a run whose requests choose the hooks of their rows."""
 
 
 def row_order(n_rows: int, seed: int) -> npt.NDArray[np.int64]:

@@ -142,6 +142,7 @@ _COLUMNS: dict[TableName, list[pa.Field]] = {
         _column("labels", _S, "canonical JSON of the user's labels by name", null=True),
         _column("conversation", _S, "digest that requests of one conversation share", null=True),
         _column("turn", _U32, "its last user turn, from 0", null=True),
+        _column("hooks", _S, "hooks of its rows, null for all", null=True),
     ],
     "steps": [
         _column("step", _U64, "number of the step in the run"),

@@ -638,13 +638,25 @@ def _select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -
     if phase is not None and phase not in tables.PHASES:
         raise bad("phase", repr(phase), f"None or one of {', '.join(tables.PHASES)}")
     wanted = {hook.name for hook in hooks}
-    shards = [
-        shard
-        for shard in dataset.shards
-        if phase in (None, shard.phase) and not wanted.isdisjoint(shard.hooks)
-    ]
+    shards: list[Shard] = []
+    n_others = 0
+    for shard in dataset.shards:
+        has_choices = dataset.catalog.has_choices(shard.run)
+        if phase not in (None, shard.phase) or (wanted.isdisjoint(shard.hooks) and not has_choices):
+            continue
+        if has_choices and not wanted.issubset(shard.hooks):
+            n_others += shard.n_rows
+            continue
+        shards.append(shard)
     if not shards:
         raise bad("phase", f"no {phase or ''} row".replace("  ", " "), "at least one row")
+    if n_others:
+        warnings.warn(
+            f"{n_others:,} rows have not all of {', '.join(sorted(wanted))}: their requests chose "
+            "other hooks. They are left out, and what is read is of the other requests alone.",
+            UserWarning,
+            stacklevel=4,
+        )
     for shard in shards:
         # Stages of a pipeline-parallel engine write their own layers in shards of their own.
         if phase is not None:

@@ -23,12 +23,13 @@ from unittest import mock
 import pyarrow as pa
 from vector_faults import FAULTS
 from vector_signatures import write_signatures
-from vector_tools import HOOK, PREFILL, RUN, Vector
+from vector_tools import HOOK, OTHER_HOOK, PREFILL, RUN, Vector
 
 from actds.dataset.commit import commit_shard
 from actds.format import canonical
 from actds.format.labels import dump_labels
 from actds.format.readouts import Readouts
+from actds.format.shard import HOOK_CHOICES
 from actds.format.telemetry import ATTENTION, KINDS, PROFILE, Attending, profile_field
 from actds.rewrite.recompression import recompress
 from actds.rewrite.redaction import redact
@@ -52,6 +53,7 @@ def write(root: Path) -> None:
     _write_minimal(root / "valid" / "thinned-requests", unit="request")
     _write_minimal(root / "valid" / "thinned-rules", unit="row", roles=True, rules=True)
     _write_minimal(root / "valid" / "interventions", origins=True, changes=True)
+    _write_minimal(root / "valid" / "chosen-hooks", chosen=True)
     _write_minimal(root / "valid" / "looks", readouts=Readouts(2, seed=4), looks=True)
     _write_replaced(root / "valid" / "replaced")
     _write_redacted(root / "valid" / "redacted")
@@ -91,6 +93,7 @@ def _write_minimal(
     rules: bool = False,
     changes: bool = False,
     looks: bool = False,
+    chosen: bool = False,
 ) -> None:
     """Write the minimal dataset.
 
@@ -102,6 +105,7 @@ def _write_minimal(
         changes: interventions have changed rows.
         looks: requests have left the regime of a profile, and attention was looked at.
         rules: draw also by rules for roles, ids and labels, which all but the first have.
+        chosen: there are two hooks, and a request has chosen the second.
     """
     facts: dict[str, bool | int | str | None] = {}
     with _fixed_ids():
@@ -132,6 +136,11 @@ def _write_minimal(
                 request["labels"] = dump_labels(labels)
                 request["conversation"], request["turn"] = f"{row // 2:032x}", row % 2
             schedule = schedule.with_(requests=table_of("requests", requests))
+        if chosen:
+            facts = {HOOK_CHOICES: f'[["{OTHER_HOOK}"]]'}
+            requests = schedule.requests.to_pylist()
+            requests[1]["hooks"] = OTHER_HOOK
+            schedule = schedule.with_(requests=table_of("requests", requests))
         if unit is not None:
             shares = {
                 step: (1.0, 0.5, 0.125)[step % 3] for step in schedule.steps["step"].to_pylist()
@@ -148,7 +157,7 @@ def _write_minimal(
             path,
             facts=facts,
             schedule=schedule,
-            hooks=[HOOK],
+            hooks=[HOOK, OTHER_HOOK] if chosen else [HOOK],
             d_model=8,
             run=RUN,
             span_parts=1,

@@ -578,6 +578,21 @@ def _(v: Vector) -> None:
     v.relink()
 
 
+@fault("E406", "hooks-of-another-request", "shards",
+       "A shard has rows of one hook, and their request has chosen none.",
+       base="chosen-hooks")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table(part("requests"), lambda rows: rows[1].update(hooks=None))
+    v.relink()
+
+
+@fault("E103", "hooks-chosen-in-a-run-without-choices", f"census/{RUN}/requests",
+       "A request has chosen hooks, and the run record names no choice.")  # fmt: skip
+def _(v: Vector) -> None:
+    v.edit_table(part("requests"), lambda rows: rows[1].update(hooks=HOOK))
+    v.relink()
+
+
 @fault("E407", "row-twice", "shards",
        "Two rows name one position, and another position has no row: the count is right.",
        also=("E406", "E410"))  # fmt: skip

@@ -19,7 +19,7 @@ from actds.store import layout
 from actds.store.local import LocalStore
 from actds_validators.validate.accounting import check_accounting
 
-RUN, HOOK = "r-vector", "resid_post.0"
+RUN, HOOK, OTHER_HOOK = "r-vector", "resid_post.0", "resid_post.1"
 PREFILL, DECODE = f"shards/{RUN}-prefill-0000", f"shards/{RUN}-decode-0000"
 ARRAY = f"{PREFILL}/acts.zarr/{HOOK}/c/0/0"
 RECORD = f"runs/{RUN}.json"

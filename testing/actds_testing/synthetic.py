@@ -7,6 +7,7 @@ as those of a model are: the same prefix gives the same row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -254,13 +255,18 @@ def _write_shards(
     order: Literal["permuted", "sequence"],
     sinks: bool,
 ) -> int:
-    """Commit the rows in shards of one phase; return how many shards."""
+    """Commit the rows in shards of one phase and the hooks of their requests; return how many."""
+    chosen = dict(zip(*(told.requests[n].to_pylist() for n in ("request", "hooks")), strict=True))
     columns: dict[str, np.ndarray[Any, Any]] = {
         name: np.asarray(told.rows[name]) for name in told.rows.column_names
     }
     n_shards = 0
-    for phase in tables.PHASES:
-        mine = np.flatnonzero(columns["phase"] == phase)
+    of_row = np.array([chosen[request] or "" for request in columns["request"].tolist()], "U256")
+    every = hooks
+    for phase, names in product(tables.PHASES, sorted(set(chosen.values()), key=str)):
+        mine = np.flatnonzero((columns["phase"] == phase) & (of_row == (names or "")))
+        hooks = [hook for hook in every if names is None or hook.name in names.split(",")]
+        lot = phase if names is None else f"{phase}-{names.replace(',', '-')}"
         for first in range(0, len(mine), rows_per_shard):
             which = mine[first : first + rows_per_shard]
             tokens = {name: column[which] for name, column in columns.items()}
@@ -276,7 +282,7 @@ def _write_shards(
                 first_step=int(tokens["step"].min()),
                 last_step=int(tokens["step"].max()),
             )
-            name = f"{run}-{phase}-{first // rows_per_shard:04d}"
+            name = f"{run}-{lot}-{first // rows_per_shard:04d}"
             commit_shard(
                 store, writer, rows, shard=name, run=run, order=order, seed=1000 + n_shards
             )

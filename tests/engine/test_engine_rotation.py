@@ -30,6 +30,8 @@ openai = pytest.importorskip("openai")
 
 N_CHATS, N_CLIENTS = 200, 8
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs"]
+EVERY = ["resid_post.0", "resid_post.1", "resid_post.2"]
+HOOKS = (None, "resid_post.2", "all", "resid_post.1, resid_post.0", None)
 ASKS = ("all", "last_prompt", "all_generated", "last_prompt,all_generated", "0-8", "none")
 
 
@@ -42,6 +44,7 @@ class Chat:
     answer: Any
     """None of one that it gave up."""
     conversation: str | None = None
+    hooks: str | None = None
 
     @property
     def handle(self) -> dict[str, Any]:
@@ -60,6 +63,9 @@ def chat(client: Any, n: int) -> Chat:
     xargs: dict[str, Any] = {"actds_handle": 1}
     if asked is not None:
         xargs["actds_positions"] = asked
+    hooks = HOOKS[n % len(HOOKS)]
+    if hooks is not None:
+        xargs["actds_hooks"] = hooks
     if n % 3:
         xargs["actds_conversation"] = f"c-{n % 7}"
     system = {"role": "system", "content": "You are terse. " * 4}  # more than a block
@@ -73,9 +79,9 @@ def chat(client: Any, n: int) -> Chat:
         with client.chat.completions.create(**options, stream=True) as stream:
             for _ in zip(range(2), stream, strict=False):
                 pass  # and it is given up
-        return Chat(name, asked, None)
+        return Chat(name, asked, None, hooks=hooks)
     conversation = turn_of(messages, xargs.get("actds_conversation")).conversation
-    return Chat(name, asked, client.chat.completions.create(**options), conversation)
+    return Chat(name, asked, client.chat.completions.create(**options), conversation, hooks)
 
 
 def datasets_of(out: Path) -> dict[str, Catalog]:
@@ -102,9 +108,10 @@ def test_two_hundred_chats_over_datasets_that_end_while_it_serves(tmp_path: Path
     model = make_tiny_model(tmp_path / "model", n_layers=3, dtype="float32", tokenizer=True)
     out, switch = tmp_path / "acts", tmp_path / "off"
     capture = {
-        "out": str(out), "hooks": "resid_post:0,2", "switch": str(switch), "rows_per_shard": 4096,
+        "out": str(out), "hooks": "resid_post:0,1,2", "switch": str(switch), "rows_per_shard": 4096,
         "rotate_minutes": 0.05, "commit_seconds": 0.5, "overflow": "block",
         "skip": [{"header": "X-Request-Id", "values": ["private-*"]}],
+        "hook_choices": ["resid_post.2", "resid_post.0,resid_post.1"],
     }  # fmt: skip
     server = Server(
         model, tmp_path / "log", capture, "--enforce-eager", "--max-model-len", "512",
@@ -120,10 +127,11 @@ def test_two_hundred_chats_over_datasets_that_end_while_it_serves(tmp_path: Path
                 assert len(chats) < 30 * N_CHATS, "no dataset has ended"
                 numbers = range(len(chats), len(chats) + N_CHATS // 2)
                 chats += pool.map(lambda n: chat(client, n), numbers)
-        bad = {"vllm_xargs": {"actds_positions": "the last one"}}
         hello = [{"role": "user", "content": "hi"}]
-        with pytest.raises(openai.BadRequestError, match="actds_positions"):
-            client.chat.completions.create(model="tiny", messages=hello, extra_body=bad)
+        for name, word in (("actds_positions", "the last one"), ("actds_hooks", "resid_post.0")):
+            bad = {"vllm_xargs": {name: word}}
+            with pytest.raises(openai.BadRequestError, match=name):
+                client.chat.completions.create(model="tiny", messages=hello, extra_body=bad)
         switch.touch()
         off = chat(client, len(chats) + 1)
         switch.unlink()
@@ -150,11 +158,15 @@ def _check_chats(chats: list[Chat], catalogs: dict[str, Catalog]) -> None:
     """Every handle leads to exactly its rows; nothing that is to be stored lacks."""
     rows, fates = rows_by_name([*catalogs.values()]), Counter[str]()
     spans: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    hooks_of: dict[str, set[tuple[str, ...]]] = defaultdict(set)
     for catalog in catalogs.values():
         validated(open_store(catalog.store.uri).uri)
         for run in catalog.runs_with_data:
             lines = catalog.table("requests", run).to_pylist()
             name_of = {line["request"]: line["external_id"] for line in lines}
+            for shard in catalog.shards_of(run):
+                for request in set(shard.tokens(["request"])["request"].to_pylist()):
+                    hooks_of[name_of[request]].add(tuple(shard.hooks))
             for span in catalog.table("spans", run).to_pylist():
                 spans[name_of[span["request"]]].append(span)
     for one in chats:
@@ -176,10 +188,15 @@ def _check_chats(chats: list[Chat], catalogs: dict[str, Catalog]) -> None:
             for p in range(span["start"], span["stop"])
         }
         assert stored <= rows[name].keys() | hits, (one.name, stored - rows[name].keys() - hits)
+        chosen = _chosen(one)
+        assert handle.get("hooks") == (None if chosen == EVERY else chosen)
+        assert not rows[name] or hooks_of[name] == {tuple(chosen)}
         line = catalogs[handle["dataset"]].table("requests", handle["run"]).to_pylist()
         assert line[handle["request"]]["external_id"] == name
         if one.name.startswith("private") or one.asked == "none":
             one = replace(one, conversation=None)
+        wanted = None if chosen == EVERY else ",".join(chosen)
+        assert line[handle["request"]]["hooks"] == wanted
         turn = None if one.conversation is None else 0
         about = line[handle["request"]]
         assert (about["conversation"], about["turn"]) == (one.conversation, turn)
@@ -188,6 +205,12 @@ def _check_chats(chats: list[Chat], catalogs: dict[str, Catalog]) -> None:
     assert set(fates) == {"of one run"}
     lost = [s for of_name in spans.values() for s in of_name if s["disposition"] == "dropped"]
     assert not lost
+
+
+def _chosen(one: Chat) -> list[str]:
+    if one.hooks in (None, "all") or one.name.startswith("private"):
+        return EVERY
+    return sorted(name.strip() for name in str(one.hooks).split(","))
 
 
 def _wanted(one: Chat, n: int) -> set[int]:

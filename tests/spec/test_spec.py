@@ -47,7 +47,7 @@ def test_the_format_is_short_and_every_page_is_listed() -> None:
     assert [path.name[:2] for path in pages] == [f"{n:02}" for n in (*range(1, 9), 10, 11, 13)]
     # The tables that are made from the code grow with it.
     generated = re.compile(r"<!-- begin generated.*?<!-- end generated -->", re.S)
-    assert sum(len(generated.sub("", path.read_text()).encode()) for path in pages) <= 105_800
+    assert sum(len(generated.sub("", path.read_text()).encode()) for path in pages) <= 106_400
     listed = re.findall(r"\]\((0\.1/[^)#]+\.md)\) \|", (SPEC.parent / "README.md").read_text())
     written = [*pages, *SPEC.glob("annexes/*.md")]
     assert set(listed) == {f"0.1/{path.relative_to(SPEC)}" for path in written}

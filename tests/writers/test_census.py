@@ -24,6 +24,7 @@ from actds_writers.ipc.messages import (
     StepLost,
     StepScheduled,
 )
+from actds_writers.sampling import Lot
 
 
 def arrived(request: int, prompt_len: int) -> RequestArrived:
@@ -45,13 +46,13 @@ def finished(request: int, generated: int, reason: str = "length") -> RequestFin
     return RequestFinished(request, 99, reason, generated, "0" * 64)
 
 
-def spans(census: Census, acknowledged: dict[str, int]) -> list[tuple]:
+def spans(census: Census, acknowledged: dict[Lot, int]) -> list[tuple]:
     found = census.tables(acknowledged, ClientFacts())
     names = ("request", "start", "stop", "disposition", "reason", "step", "ref_request")
     return [tuple(row[name] for name in names) for row in found.spans.to_pylist()]
 
 
-ALL = {"prefill": 99, "decode": 99}
+ALL: dict[Lot, int] = {("prefill", None): 99, ("decode", None): 99}
 
 
 def test_a_request_is_partitioned_and_its_last_token_never_fed() -> None:
@@ -131,11 +132,23 @@ def test_rows_that_were_never_committed_are_aborted_per_phase() -> None:
     for number, piece in enumerate([(0, 0, 2), (0, 2, 4), (0, 4, 5), (0, 5, 6)]):
         census.observe(scheduled(number, piece))
     census.observe(finished(0, 3))
-    assert spans(census, {"prefill": 1, "decode": 2}) == [
+    assert spans(census, {("prefill", None): 1, ("decode", None): 2}) == [
         (0, 0, 5, "captured", None, 0, None),
         (0, 5, 6, "aborted", "writer_ended", 3, None),
     ]
     assert spans(census, {}) == [(0, 0, 6, "aborted", "writer_ended", 0, None)]
+
+
+def test_rows_that_were_never_committed_are_aborted_per_hooks_that_were_chosen() -> None:
+    census, chosen = Census(), ("resid_post.1",)
+    census.observe(arrived(0, 4))
+    census.observe(replace(arrived(1, 4), left_out=LeftOut(hooks=chosen)))
+    census.observe(scheduled(0, (0, 0, 2), (1, 0, 2)))
+    census.observe(scheduled(1, (0, 2, 4), (1, 2, 4)))
+    through: dict[Lot, int] = {("prefill", None): 1, ("prefill", chosen): 0}
+    assert [line[:4] for line in spans(census, through)] == [
+        (0, 0, 4, "captured"), (1, 0, 2, "captured"), (1, 2, 4, "aborted"),
+    ]  # fmt: skip
 
 
 def test_a_drop_that_nobody_logged_is_aborted_though_later_rows_are_committed() -> None:

@@ -113,7 +113,7 @@ def tables_of(seed: int) -> CensusTables:
         {"cmpl-4-0": 8},
     )
     logged = frozenset(step for step in range(200) if step % 3)
-    return census.tables({"prefill": 190, "decode": 180}, client, logged)
+    return census.tables({("prefill", None): 190, ("decode", None): 180}, client, logged)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

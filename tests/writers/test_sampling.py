@@ -26,8 +26,10 @@ from actds_writers.sampling import (
     EVERYTHING,
     Labels,
     LeftOut,
+    Lot,
     SamplingRules,
     client_request_id,
+    hooks_asked,
     positions_asked,
 )
 
@@ -125,7 +127,7 @@ def left_out(request: int, prompt_len: int, rule: LeftOut) -> RequestArrived:
 
 
 def spans_and_findings(
-    census: Census, acknowledged: dict[str, int], drops: frozenset[int] = frozenset()
+    census: Census, acknowledged: dict[Lot, int], drops: frozenset[int] = frozenset()
 ) -> tuple[list[tuple], list[Any], dict[str, int]]:
     """Return spans, and what the accounting says of the census with rows to match."""
     found = census.tables(acknowledged, ClientFacts(), drops)
@@ -161,7 +163,7 @@ def spans_and_findings(
     return spans, result.findings, found.totals
 
 
-ALL = {"prefill": 99, "decode": 99}
+ALL: dict[Lot, int] = {("prefill", None): 99, ("decode", None): 99}
 DECODE_ONLY = LeftOut("sampling:phase", None)
 NOTHING = LeftOut("sampling:skip", "sampling:skip")
 
@@ -275,4 +277,10 @@ def test_a_client_asks_for_positions_by_name_and_range() -> None:
             positions_asked(bad, 9)
     assert LeftOut(ranges=((2, 4), (8, 20))).stored(10, 9) == [(2, 4), (8, 10)]
     assert LeftOut("a", None, ((2, 4), (8, 20))).stored(12, 9) == [(9, 12)]
+    choices = [("a", "b"), ("c",)]
+    for text, hooks in (("all", None), ("c", ("c",)), (" b,a,a", ("a", "b"))):
+        assert hooks_asked(text, choices) == hooks
+    for bad in ("", "a", "a,b,c", "all,c", 7, None, "c," * 4000):
+        with pytest.raises(ValueError, match="actds_hooks: "):
+            hooks_asked(bad, choices)
     assert LeftOut().stored(12, 9) == [(0, 12)] and LeftOut("a", "b").stored(12, 9) == []

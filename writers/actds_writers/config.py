@@ -39,7 +39,7 @@ from actds.format.telemetry import Attending
 from actds.store import layout, local_folder
 from actds.version import __version__
 from actds_writers.model_folder import find_model
-from actds_writers.sampling import POLICIES, SamplingRules, keep_rules
+from actds_writers.sampling import POLICIES, HookNames, SamplingRules, keep_rules
 
 if TYPE_CHECKING:
     from actds_writers.ipc.messages import Fact
@@ -276,6 +276,11 @@ class HarvestSettings(Settings):
         if self.always is not None and self.overflow != "drop_newest":
             raise ValueError("always: with overflow drop_newest, whose dropped steps it is for")
         return self
+
+    @property
+    def choices(self) -> tuple[HookNames, ...]:
+        """Return the hooks that a request may choose, beside all of them."""
+        return ()
 
     @property
     def umask(self) -> int | None:

@@ -17,6 +17,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from actds.format import canonical
+from actds.format.shard import HOOK_CHOICES
 from actds_writers.config import HarvestSettings
 from actds_writers.ipc.messages import Fact
 from actds_writers.model_folder import (
@@ -180,6 +182,8 @@ def capture_facts(
         "capture.sampling": sampling,
         "capture.readouts": readouts,
     }
+    if settings.choices:
+        declared[HOOK_CHOICES] = canonical.dump([*map(list, settings.choices)]).decode().strip()
     return [Fact(name, value, "declared") for name, value in declared.items()]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fnmatch import fnmatchcase
@@ -27,6 +27,11 @@ from pydantic import (
 from actds.format import canonical
 from actds.format.inclusion import MAX_RULES, KeepRule, Role
 from actds.format.interventions import Applied
+
+HookNames = tuple[str, ...]
+"""Names of hooks, sorted."""
+Lot = tuple[str, HookNames | None]
+"""Phase and hooks, ``None`` for all, of rows that are in one shard."""
 
 
 class Rings(Protocol):
@@ -218,6 +223,8 @@ class LeftOut:
     decode: str | None = None
     ranges: tuple[tuple[int, int], ...] | None = None
     """Positions that the client asked for, ``None`` for all; others are left out as ``ASKED``."""
+    hooks: HookNames | None = None
+    """Hooks that the client asked for, ``None`` for all; rows of it have no others."""
 
     def stored(self, n: int, prompt_len: int) -> list[tuple[int, int]]:
         """Return which of the positions [0, n) are not left out, as intervals."""
@@ -231,6 +238,11 @@ class LeftOut:
         return [(start, stop) for start, stop in cut if start < stop]
 
     @property
+    def takes_all(self) -> bool:
+        """Return whether every position is stored."""
+        return self.prefill is None and self.decode is None and self.ranges is None
+
+    @property
     def is_private(self) -> bool:
         """Whether a rule names its user, or nobody is captured: no digest of it is kept either."""
         return self.prefill in (SKIP, ONLY, OFF)
@@ -238,8 +250,8 @@ class LeftOut:
 
 EVERYTHING = LeftOut()
 """Nothing of the request is left out."""
-POSITIONS = "actds_positions"
-"""What a request says in ``vllm_xargs`` of the positions that are to be stored."""
+POSITIONS, HOOKS = "actds_positions", "actds_hooks"
+"""What a request says in ``vllm_xargs`` of the positions, and hooks, that are to be stored."""
 ASKED, OFF = "sampling:request", "sampling:off"
 """Why a position is left out: its client asked for others; the capture was switched off."""
 SKIP, ONLY = "sampling:skip", "sampling:only"
@@ -280,6 +292,30 @@ def positions_asked(text: object, prompt_len: int) -> tuple[tuple[int, int], ...
         else:
             joined.append((start, stop))
     return tuple(joined)
+
+
+def hooks_asked(text: object, choices: Collection[HookNames]) -> HookNames | None:
+    """Return the hooks that a client asks to store, ``None`` for ``all``.
+
+    Args:
+        choices: what a request may choose, each sorted as ``choice_of`` does.
+
+    Raises ValueError for anything else.
+    """
+    names = choice_of(text) if isinstance(text, str) and len(text) < 4096 else ()
+    if names == ("all",):
+        return None
+    if names not in choices:
+        allowed = "; ".join(["all", *map(",".join, choices)])
+        raise ValueError(
+            f"{HOOKS}: {str(text)[:80]!r} is no choice here; expected one of: {allowed}"
+        )
+    return names
+
+
+def choice_of(text: str) -> HookNames:
+    """Return the hooks that a text names, with commas between: sorted, each once."""
+    return tuple(sorted({name.strip() for name in text.split(",")}))
 
 
 def client_request_id(external_id: str) -> str:
@@ -357,6 +393,16 @@ class SamplingRules(_Model):
         default=[], description="A request that matches one of these is never stored"
     )
 
+    hook_choices: Annotated[list[str], Field(max_length=16)] = Field(
+        default=[],
+        description='Hooks that a request may choose, as ["embed.0", "embed.0,resid_post.3"]; each '
+        "choice takes the memory of two shards",
+    )
+
+    @property
+    def choices(self) -> tuple[HookNames, ...]:
+        return tuple(dict.fromkeys(map(choice_of, self.hook_choices)))
+
     @field_serializer("fraction")
     def _plain(self, fraction: Decimal) -> str:
         return format(fraction.normalize(), "f")
@@ -377,9 +423,9 @@ class SamplingRules(_Model):
 
         Spec: 0.1 section 6.1.
         """
-        if self == SamplingRules(seed=self.seed):
+        if self == SamplingRules(seed=self.seed, hook_choices=self.hook_choices):
             return "all"
-        document = self.model_dump(mode="json", exclude_none=True)
+        document = self.model_dump(mode="json", exclude_none=True, exclude={"hook_choices"})
         document["phases"] = sorted(set(self.phases))
         return canonical.dump(document).decode("ascii").rstrip("\n")
 

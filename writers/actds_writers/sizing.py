@@ -97,6 +97,7 @@ class Sizes:
             one more than these.
         lane_nbytes: lane of the readouts; at least two steps.
         n_threads: threads of the writer that encode, hash and write.
+        n_choices: selections of hooks that requests may make beside all.
         holds_files: whether the store keeps a file in memory until it is put.
         in_flight: most steps whose rows wait for their results; asynchronous scheduling has 2.
         padding: further rows that a forward may have.
@@ -109,6 +110,7 @@ class Sizes:
     staging_nbytes: int = 0
     lane_nbytes: int = 0
     n_threads: int = 1
+    n_choices: int = 0
     holds_files: bool = False
     in_flight: int = 1
     padding: int = PADDING_ROWS
@@ -213,15 +215,21 @@ class MemoryBound(WorkerMemory):
         return super().nbytes + self.writer_nbytes
 
 
+def n_buffers(n_choices: int) -> int:
+    """Return the shard buffers of a writer, two more for each selection of hooks."""
+    return N_BUFFERS + 2 * n_choices
+
+
 def memory_bound(geometry: Geometry, sizes: Sizes) -> MemoryBound:
     """Return the memory of all stages.
 
     Not included: interpreters, page cache, and the census (``census_nbytes``).
     """
     capacity = sizes.rows_per_shard + sizes.max_step_rows
+    buffer_nbytes = capacity * (geometry.row_nbytes + TOKEN_COLUMNS_NBYTES)
     return MemoryBound(
         **vars(worker_memory(geometry, sizes)),
-        buffers=N_BUFFERS * capacity * (geometry.row_nbytes + TOKEN_COLUMNS_NBYTES),
+        buffers=n_buffers(sizes.n_choices) * buffer_nbytes,
         encode=_encode_nbytes(geometry, sizes, capacity),
         readouts=2 * READOUT_PART_NBYTES if geometry.n_readouts else 0,
     )
@@ -259,10 +267,10 @@ def census_nbytes(n_requests: float, n_steps: float, n_tokens: float) -> float:
     )
 
 
-def rows_per_shard(row_nbytes: int) -> int:
+def rows_per_shard(row_nbytes: int, n_choices: int = 0) -> int:
     """Return the default rows per shard: 65,536, fewer when the buffers would be too large."""
-    rows = DEFAULT_ROWS_PER_SHARD
-    while rows > MIN_ROWS_PER_SHARD and rows * row_nbytes * N_BUFFERS > BUFFER_BUDGET_NBYTES:
+    rows, nbytes = DEFAULT_ROWS_PER_SHARD, row_nbytes * n_buffers(n_choices)
+    while rows > MIN_ROWS_PER_SHARD and rows * nbytes > BUFFER_BUDGET_NBYTES:
         rows //= 2
     return rows
 

@@ -21,7 +21,7 @@ COLUMNS = {  # 6.3; a question mark stands for: may be null
         engine_cached_tokens uint32? n_preemptions uint16 arrival_ns int64? first_token_ns int64?
         finish_ns int64? finish_reason string reason string? token_digest string?
         sampling string? block_digests list<binary>? adapter string? adapter_sha256 string?
-        labels string? conversation string? turn uint32?""",
+        labels string? conversation string? turn uint32? hooks string?""",
     "steps": f"""step uint64 t_ns int64 duration_ns int64? batch_tokens uint32 n_requests uint32
         prefill_tokens uint32 decode_tokens uint32 captured_tokens uint32 recomputed_tokens uint32
         dropped_tokens uint32 aborted_tokens uint32 filtered_tokens uint32
@@ -93,7 +93,6 @@ def read_rows(data: bytes, table: str, n_rows: int | None, place: str) -> list[J
             keys = file.metadata.metadata or {}
             need(b"ARROW:schema" not in keys, "E206", place, "carries an Arrow schema")
             counted = file.metadata.num_rows
-            need(n_rows in (None, counted), "E203", place, f"{counted} rows, expected {n_rows}")
             columns = dict(zip(*[iter(COLUMNS[table].split())] * 2, strict=True))
             schema = file.schema_arrow
             need(schema.names == list(columns), "E109", place, f"columns {schema.names}")
@@ -121,6 +120,8 @@ def read_rows(data: bytes, table: str, n_rows: int | None, place: str) -> list[J
         if kind.startswith("list"):
             items = (item for row in rows for item in row[name] or ())
             need(None not in items, "E109", place, f"{name} has a null in a list")
+    need(n_rows in (None, counted), "E203", place, f"{counted} rows, expected {n_rows}")
+    for name in columns:
         if name in WORDS:
             odd = {row[name] for row in rows} - set(WORDS[name])
             need(not odd, "E103", place, f"{name} {sorted(odd)}")

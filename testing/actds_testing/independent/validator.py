@@ -115,6 +115,21 @@ class Validator:
 
     # ---- runs
 
+    def _judge_hooks(
+        self, name: str, run: Run, requests: list[Json], *, chosen: bool
+    ) -> None:  # 6.3
+        of_request: dict[int, list[str]] = {}
+        for line in requests:
+            names = sorted(self.hooks) if line["hooks"] is None else line["hooks"].split(",")
+            of_request[line["request"]] = names
+            fits = line["hooks"] is None or (chosen and set(names) < set(self.hooks))
+            fits &= names == sorted(set(names))
+            self.found.check(fits, "E103", f"census/{name}/requests", line["hooks"])
+        for shard in run.shards if chosen else ():
+            for request in {row["request"] for row in self.tokens[shard.name]}:
+                same = shard.hooks == of_request.get(request, sorted(self.hooks))
+                self.found.check(same, "E406", shard.path("shard.json"), f"request {request}")
+
     def _judge_run(self, name: str, run: Run) -> None:
         if run.empty and run.whole:
             return
@@ -135,17 +150,19 @@ class Validator:
         self.whole &= whole
         if not whole:
             return
+        choices = (run.record or {}).get("fields", {}).get("capture.hook_choices")  # 6.3
         rows = {
             hook: [
                 row
                 for shard in run.shards
-                if hook in shard.hooks
+                if hook in shard.hooks or choices is not None
                 for row in self.tokens[shard.name]
             ]
             for hook in self.hooks
         }
         account = self.accounts[name] = Account(name, tables, rows, self.found)
         account.settle()
+        self._judge_hooks(name, run, tables["requests"], chosen=choices is not None)
         self._judge_redaction(run, account)
         readouts.judge_roles(account)
         readouts.judge_labels(account)

@@ -164,6 +164,7 @@ def request_table(
             "labels": [None] * n,
             "conversation": [None] * n,
             "turn": [None] * n,
+            "hooks": [None] * n,
         },
     )
 

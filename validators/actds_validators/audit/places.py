@@ -299,10 +299,25 @@ def _reasons(account: Accounting, *fates: str) -> str:
 def _rules(audited: Audited) -> Place:
     account = audited.account
     n, of = account.filtered, account.positions - account.undelivered
-    place = partial(_place, audited, "rules", n, of, "positions")
+    hook, n_lacking = _chosen_least(audited.catalog)
+    place = partial(_place, audited, "rules", n + n_lacking, of, "positions")
     none = "no rule left a row out"
-    if not n:
+    if not n + n_lacking:
         return place(headline=none, sentence=f"{none.capitalize()}.")
+    words, sentences = [], []
+    if n:
+        words += [f"{share(n, of)} of the positions were left out by a rule"]
+        sentences += [
+            f"{n:,} of {counted(of, 'position')} ({share(n, of)}) were left out by a rule: "
+            f"{_reasons(account, 'filtered')}."
+        ]
+    if n_lacking:
+        lacks = share(n_lacking, account.captured)
+        words += [f"{lacks} of the rows have no {hook}: their requests chose other hooks"]
+        sentences += [
+            f"{n_lacking:,} of {counted(account.captured, 'row')} ({lacks}) have no {hook}: their "
+            "requests chose other hooks."
+        ]
     reasons = [s.reason or "" for s in account.waterfall if s.name == "filtered"]
     chosen = not any(reason.startswith(UNSUPPORTED) for reason in reasons)
     to_do = [
@@ -311,16 +326,25 @@ def _rules(audited: Audited) -> Place:
     ]
     if f"{UNSUPPORTED}mixed_weights" in reasons:
         to_do.append("Reset the prefix cache whenever the weights of a running engine change.")
-    level = audited.level_of(n / of)
+    level = audited.level_of((n + n_lacking) / of)
     cells = audited.coverage.cells if audited.coverage else []
     return place(
         level="WARN" if level == "FAIL" and chosen else level,
         worst=worst_of(_classes(cells, "filtered")),
-        headline=f"{share(n, of)} of the positions were left out by a rule",
-        sentence=f"{n:,} of {counted(of, 'position')} ({share(n, of)}) were left out by a rule: "
-        f"{_reasons(account, 'filtered')}.",
+        headline="; ".join(words),
+        sentence=" ".join(sentences),
         to_do=to_do,
     )
+
+
+def _chosen_least(catalog: Catalog) -> tuple[str, int]:
+    """Return the hook that most rows lack since their requests chose others, and how many do."""
+    shards = [shard for shard in catalog.shards if catalog.has_choices(shard.run)]
+    lacks = {
+        hook.name: sum(shard.n_rows for shard in shards if hook.name not in shard.hooks)
+        for hook in catalog.genesis.hooks
+    }
+    return max(lacks.items(), key=lambda of_hook: of_hook[1])
 
 
 def _ends(audited: Audited) -> Place:

@@ -39,7 +39,7 @@ from actds.format.positions import (
     union,
 )
 from actds.format.schema import PartBody, RunRecord, Seal
-from actds.format.shard import TOKENS, Shard
+from actds.format.shard import HOOK_CHOICES, TOKENS, Shard
 from actds.store import layout
 from actds_validators.arrays import Bools, Ints
 from actds_validators.validate.readouts import check_n_rows, read_parts, sound_tables
@@ -265,9 +265,10 @@ def _census_totals(account: RunAccount) -> dict[str, int]:
 
 def _writer_totals(catalog: Catalog, account: RunAccount, chain: ChainState) -> dict[str, int]:
     of_hooks: Counter[str] = Counter()
+    has_choices = catalog.has_choices(account.run)
     for manifest in (*catalog.shards_by_run[account.run], *catalog.replaced):
         if manifest.chain == chain.chain:
-            of_hooks.update(dict.fromkeys(manifest.hooks, manifest.n_rows))
+            of_hooks.update(dict.fromkeys([""] if has_choices else manifest.hooks, manifest.n_rows))
     return {
         "rows": max(of_hooks.values(), default=0),
         "dropped_tokens": account.n_dropped.get(chain.chain, 0),
@@ -343,20 +344,21 @@ _FORMS = {
 
 
 def check_side_tables(catalog: Catalog) -> None:
-    """Check canaries, roles, origins and sampled tokens of every run that has any.
+    """Check canaries, roles, origins, sampled tokens and chosen hooks of every run that has any.
 
     Args:
-        catalog: the dataset; notes E103 for a word, a name or a digest that is none, E414 for a
-            canary of no stored row, E418 for a row of another request, E420 for positions that the
-            request does not have, or that have two roles, E422 for a request that the run does not
-            have, that has an origin already, or of whose prompt more was given than there is, E423
-            for a line that is of no sampled token of its request, of one that has a line already,
-            of another token than the stored row, of an unknown step or with values that no softmax
-            has, and for tokens without a line: a warning where the run was cut off.
+        catalog: the dataset; notes E103 for a word, a name or a digest that is none, E406 for rows
+            with other hooks than those of their request, E414 for a canary of no stored row, E418
+            for a row of another request, E420 for positions that the request does not have, or that
+            have two roles, E422 for a request that the run does not have, that has an origin
+            already, or of whose prompt more was given than there is, E423 for a line that is of no
+            sampled token of its request, of one that has a line already, of another token than the
+            stored row, of an unknown step or with values that no softmax has, and for tokens
+            without a line: a warning where the run was cut off.
 
-    Spec: 0.1 sections 6.3 and 7.9.
+    Spec: 0.1 sections 5.2, 6.3 and 7.9.
     """
-    for check in (_check_canary, _check_roles, _check_origins, _check_sampled):
+    for check in (_check_canary, _check_roles, _check_origins, _check_sampled, _check_hooks):
         for run in catalog.runs_with_data:
             notes = Notes(run)
             with catalog.findings.noting("integrity"):
@@ -380,6 +382,34 @@ def _check_canary(catalog: Catalog, run: str, notes: Notes) -> None:
     _check_foreign(catalog, run, canary)
     if spans:
         _check_stored(canary, spans[0], notes)
+
+
+def _check_hooks(catalog: Catalog, run: str, notes: Notes) -> None:
+    """Check that every row has the hooks of its request, where requests choose them."""
+    requests = sound_tables(catalog, run, "requests")
+    if not requests:
+        return
+    every, place = (
+        sorted(hook.name for hook in catalog.genesis.hooks),
+        f"census/{run}/requests hooks",
+    )
+    hooks = requests[0]["hooks"]
+    for text in pc.unique(hooks.drop_null()).to_pylist():
+        names = text.split(",")
+        if not catalog.has_choices(run):
+            notes.add("E103", place, repr(text)[:80], f"null: the run has no {HOOK_CHOICES}")
+        elif not set(names) < set(every) or names != sorted(set(names)):
+            notes.add("E103", place, repr(text)[:80], f"some of {', '.join(every)}, sorted")
+    if not catalog.has_choices(run):
+        return
+    wanted = dict(zip(requests[0]["request"].to_pylist(), hooks.to_pylist(), strict=True))
+    for shard in catalog.shards_of(run):
+        stored = ",".join(shard.hooks)
+        for request in pc.unique(shard.tokens(["request"])["request"]).to_pylist():
+            chosen = wanted.get(request) or ",".join(every)
+            if stored != chosen:
+                where = f"{layout.manifest_path(shard.name)} rows of request {request}"
+                notes.add("E406", where, f"hooks {stored}"[:200], chosen[:200])
 
 
 def _check_foreign(catalog: Catalog, run: str, canary: pa.Table) -> None:

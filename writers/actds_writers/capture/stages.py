@@ -48,7 +48,7 @@ from actds_writers.ipc.messages import (
     StepRows,
     WorkerHello,
 )
-from actds_writers.sampling import EVERYTHING, POLICIES, LeftOut, Regime
+from actds_writers.sampling import POLICIES, HookNames, LeftOut, Regime
 from actds_writers.sizing import Geometry, Sizes, WorkerMemory, narrow_nbytes, worker_memory
 
 
@@ -84,7 +84,7 @@ class Step:
     interventions: np.ndarray | None = None
 
     def kept(self, positions: IntArray) -> BoolArray | None:
-        if all(out == EVERYTHING for out in self.left_out):
+        if all(out.takes_all for out in self.left_out):
             return None
         prefill = np.array([out.prefill is None for out in self.left_out])
         decode = np.array([out.decode is None for out in self.left_out])
@@ -118,6 +118,11 @@ class Step:
             inclusion=None if self.inclusion is None else self.inclusion[some],
         )
         return step, stays
+
+    @property
+    def hooks(self) -> tuple[HookNames | None, ...]:
+        chosen = tuple(out.hooks for out in self.left_out)
+        return chosen if any(chosen) else ()
 
     @property
     def keeps_nothing(self) -> bool:
@@ -492,6 +497,7 @@ class Stages:
             inclusion=inclusion,
             wanted=wanted,
             interventions=marks,
+            hooks=step.hooks,
             t_ns=moving.t_ns,
         )
         entropy = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from typing import ClassVar
 
@@ -49,7 +49,7 @@ from actds_writers.ipc.messages import (
     TokensSampled,
     intervals,
 )
-from actds_writers.sampling import MIXED_WEIGHTS, LeftOut
+from actds_writers.sampling import MIXED_WEIGHTS, HookNames, LeftOut, Lot
 
 BLOCK_LINES = 1 << 16
 """Lines that are packed together; fewer wait as they are."""
@@ -211,6 +211,8 @@ class Census:
         self._left_out: dict[str, dict[int, str]] = {"prefill": {}, "decode": {}}
         self._asked: dict[int, Ranges] = {}
         """By request, the positions that its client asked for, where it did."""
+        self._hooks: dict[int, HookNames] = {}
+        """By request, the hooks that its client chose, where it did."""
         self._scheduled_tokens = 0
         self._queried_tokens = 0
         self._hit_tokens = 0
@@ -271,6 +273,8 @@ class Census:
         self._counts["generated"][number] = RUNNING
         if message.left_out.ranges is not None:
             self._asked[number] = message.left_out.ranges
+        if message.left_out.hooks is not None:
+            self._hooks[number] = message.left_out.hooks
         for phase, left_out in self._left_out.items():
             if (reason := getattr(message.left_out, phase)) is not None:
                 left_out[number] = reason
@@ -444,7 +448,7 @@ class Census:
 
     def tables(
         self,
-        acknowledged: dict[str, int],
+        acknowledged: Mapping[Lot, int],
         client: ClientFacts,
         logged_drops: frozenset[int] = frozenset(),
         design: Design | None = None,
@@ -453,7 +457,7 @@ class Census:
         """Return the census after the run has ended (spec 0.1 section 7.1).
 
         Args:
-            acknowledged: per phase, the last step whose rows are committed.
+            acknowledged: per phase and hooks, the last step whose rows are committed.
             logged_drops: steps in the writer's committed drop log. A drop that a killed writer did
                 not log is known to the scheduler side alone, and counts as aborted.
             design: how rows were drawn, ``None`` where every row was to be stored.
@@ -481,6 +485,7 @@ class Census:
             frozenset(self._lost) - logged_drops,
             drawn,
             self._asked,
+            self._hooks,
         )
         self._add_uncomputed(pieces)
         spans = span_table(pieces)
@@ -676,6 +681,7 @@ def _request_row(
         "labels": prompt.labels if prompt else None,
         "conversation": conversation,
         "turn": turn,
+        "hooks": ",".join(arrived.left_out.hooks) if arrived.left_out.hooks else None,
     }
 
 

@@ -19,7 +19,7 @@ from actds.dataset.drawn import Shares
 from actds.format import tables
 from actds.format.inclusion import Design
 from actds_writers.ipc.messages import RequestArrived, RequestFinished
-from actds_writers.sampling import ASKED
+from actds_writers.sampling import ASKED, HookNames, Lot
 
 Ranges = tuple[tuple[int, int], ...]
 IntMatrix = np.ndarray[tuple[int, int], np.dtype[np.int64]]
@@ -292,12 +292,13 @@ class StepPieces:
     def settled(
         self,
         prompt_len: np.ndarray,
-        acknowledged: dict[str, int],
+        acknowledged: Mapping[Lot, int],
         dropped: dict[int, str],
         left_out: dict[str, dict[int, str]],
         unlogged: frozenset[int],
         drawn: Drawn | None = None,
         chosen: Mapping[int, Ranges] | None = None,
+        hooks: Mapping[int, HookNames] | None = None,
     ) -> StepPieces:
         """Return the pieces with the final dispositions: filtered, dropped, aborted, captured.
 
@@ -306,13 +307,14 @@ class StepPieces:
 
         Args:
             prompt_len: by request number: where prefill ends.
-            acknowledged: per phase, the last step whose rows are committed.
+            acknowledged: per phase and hooks, the last step whose rows are committed.
             dropped: reason by step of those an overflow policy gave up.
             left_out: per phase, the reason by request of those a sampling rule leaves out.
             unlogged: dropped steps in no log; aborted, even where a later step is committed.
             drawn: which rows were drawn; what was not is no row whatever else happened to it, but
                 for a rule.
             chosen: by request, the positions that its client asked for; others are filtered.
+            hooks: by request, the hooks that its client chose, where it did.
         """
         settled = StepPieces()
         settled.reasons = list(self.reasons)
@@ -320,6 +322,11 @@ class StepPieces:
         rules = {
             phase: settled._rules(reasons, len(prompt_len)) for phase, reasons in left_out.items()
         }
+        through = {phase: np.full(len(prompt_len), NONE) for phase in rules}
+        for phase, last in through.items():
+            last[:] = acknowledged.get((phase, None), NONE)
+            for request, names in (hooks or {}).items():
+                last[request] = acknowledged.get((phase, names), NONE)
         drops = {
             settled._reason(reason): [step for step, why in dropped.items() if why == reason]
             for reason in sorted(set(dropped.values()))
@@ -338,7 +345,7 @@ class StepPieces:
                 ("prefill", c["start"], np.minimum(c["stop"], edge)),
                 ("decode", np.maximum(c["start"], edge), c["stop"]),
             ):
-                late = (c["step"] > acknowledged.get(phase, NONE)) | unseen
+                late = (c["step"] > through[phase][c["request"]]) | unseen
                 late &= c["disposition"] == CAPTURED
                 rule = rules[phase][c["request"]]
                 rule = np.where(outside & (rule == NONE), by_client, rule)

@@ -43,6 +43,7 @@ from actds_writers.census.census import Census, CensusTables
 from actds_writers.config import CensusSettings
 from actds_writers.ipc.link import Hub, Link, process_arguments
 from actds_writers.ipc.messages import ClientFacts, Done, Finish, Secure, Secured
+from actds_writers.sampling import Lot
 
 FORMAT, VERSION = "actds.journal", "0.1"
 FIRST_PREV = "0" * 64
@@ -309,7 +310,7 @@ def broken(place: str, got: str, expected: str) -> ActdsError:
 
 @dataclass(frozen=True)
 class WriterEnd:
-    acknowledged: dict[str, int]
+    acknowledged: dict[Lot, int]
     dropped_steps: frozenset[int]
 
 
@@ -321,7 +322,8 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
     for state in read_ledger(store, dataset).values():
         if state.run != run or state.kind != "writer":
             continue
-        acknowledged: dict[str, int] = {}
+        n_hooks = len(read_genesis(store).hooks)
+        acknowledged: dict[Lot, int] = {}
         dropped: set[int] = set()
         began = False
         if state.state == "open":
@@ -333,8 +335,9 @@ def end_writer_chain(store: Store, dataset: str, run: str) -> WriterEnd | None:
             if isinstance(body, ShardBody):
                 path = layout.manifest_path(body.shard)
                 manifest = schema.parse(ShardManifest, store.read(path), path)
-                last = acknowledged.get(manifest.phase, -1)
-                acknowledged[manifest.phase] = max(last, manifest.last_step)
+                is_whole = len(manifest.hooks) == n_hooks
+                lot = manifest.phase, None if is_whole else tuple(manifest.hooks)
+                acknowledged[lot] = max(acknowledged.get(lot, -1), manifest.last_step)
             elif isinstance(body, PartBody) and body.table == "drops":
                 table = _read_apart(store, "drops", body, ["step"])
                 dropped.update(table["step"].to_pylist())

@@ -279,7 +279,7 @@ def _replay(store: Store, catalog: Catalog, run: str, ended: WriterEnd) -> dict[
             census.observe(message)
         except (KeyError, IndexError, ValueError) as error:
             raise broken(place, repr(error)[:200], "messages of one run, in order") from None
-    for phase, step in ended.acknowledged.items():
+    for (phase, _), step in ended.acknowledged.items():
         if not census.has_scheduled(step):
             raise broken(
                 place, f"no message for step {step}", f"one: its {phase} rows are committed"

@@ -17,7 +17,7 @@ from pydantic import GetPydanticSchema
 from pydantic_core import core_schema
 
 from actds.format.schema import CloseReason, DType, Origin, RowCounts
-from actds_writers.sampling import EVERYTHING, LeftOut
+from actds_writers.sampling import EVERYTHING, HookNames, LeftOut
 
 LETTERS = {
     "system": "s",
@@ -160,6 +160,7 @@ class StepRows:
             for all.
         interventions: uint16 ``(n,)``: number of the intervention that changed each row, 0 for
             none; ``None`` in a run without any.
+        hooks: of each request, the hooks that it chose, ``None`` for all; empty where none did.
         t_ns: wall clock when the engine handed the step over.
         depth_stage1: slices in the staging ring after the rows had left it; ``depth_stage2``, in
             the host ring, this one included.
@@ -185,6 +186,7 @@ class StepRows:
     inclusion: np.ndarray | None = None
     wanted: BoolArray | None = None
     interventions: np.ndarray | None = None
+    hooks: tuple[HookNames | None, ...] = ()
 
     @property
     def n_kept(self) -> int:

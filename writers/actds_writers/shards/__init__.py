@@ -31,6 +31,7 @@ from actds_writers.ipc.messages import (
     WorkerHello,
 )
 from actds_writers.model_folder import SpecialTokens
+from actds_writers.sampling import HookNames, Lot
 
 SUMMED = ("capture.ring_nbytes", "capture.staging_nbytes", "model.n_layers")
 """Facts of the run record that are sums over the stages."""
@@ -304,8 +305,8 @@ class Assembly:
         self.cache_hit_ratio: float | None = None
         """Of the last step: prompt tokens that were not computed, of the requests it began."""
 
-    def slices(self, step: StepRows, rows: Arrays) -> dict[str, Slice]:
-        """Return the slice of each phase that has rows to store (spec 0.1 sections 6.3 and 7.2).
+    def slices(self, step: StepRows, rows: Arrays) -> dict[Lot, Slice]:
+        """Return the slice of each lot that has rows to store (spec 0.1 sections 6.3 and 7.2).
 
         ``rows``: ``(n_hooks, n_kept, d_model)`` bit patterns in the ring, of each block.
         """
@@ -325,17 +326,21 @@ class Assembly:
             columns["inclusion"] = step.inclusion
         if step.interventions is not None:
             columns["intervention"] = step.interventions
+        hooks = _by_choice(step)
         if step.kept is not None:
             new, prefill = new[step.kept], prefill[step.kept]
             columns = {name: column[step.kept] for name, column in columns.items()}
-        slices: dict[str, Slice] = {}
-        for phase, mask in (("prefill", new & prefill), ("decode", new & ~prefill)):
-            if len(mask) and mask.all():
-                slices[phase] = Slice(step.step, rows, None, columns)
-            elif mask.any():
-                select = np.flatnonzero(mask)
-                some = {name: column[select] for name, column in columns.items()}
-                slices[phase] = Slice(step.step, rows, select, some)
+            hooks = {chosen: mask[step.kept] for chosen, mask in hooks.items()}
+        slices: dict[Lot, Slice] = {}
+        for phase, of_phase in (("prefill", new & prefill), ("decode", new & ~prefill)):
+            for chosen, choose in hooks.items() or [(None, True)]:
+                mask = of_phase & choose
+                if len(mask) and mask.all():
+                    slices[phase, chosen] = Slice(step.step, rows, None, columns)
+                elif mask.any():
+                    select = np.flatnonzero(mask)
+                    some = {name: column[select] for name, column in columns.items()}
+                    slices[phase, chosen] = Slice(step.step, rows, select, some)
         return slices
 
     def lost(self, step: StepRows) -> list[Interval]:
@@ -393,6 +398,14 @@ class Assembly:
         return flags.astype(np.uint16)
 
 
+def _by_choice(step: StepRows) -> dict[HookNames | None, np.ndarray]:
+    """Return by the hooks that requests chose which rows are theirs; empty where none did."""
+    of_request: dict[HookNames | None, list[bool]] = {
+        chosen: [hooks == chosen for hooks in step.hooks] for chosen in dict.fromkeys(step.hooks)
+    }
+    return {chosen: np.repeat(mask, step.n_rows) for chosen, mask in of_request.items()}
+
+
 def _intervals(step: StepRows, chosen: np.ndarray) -> list[Interval]:
     """Return the intervals of the chosen rows of a step, request by request."""
     request = np.repeat(step.requests, step.n_rows)[chosen]
@@ -420,7 +433,7 @@ TOKEN_COLUMNS = {
 
 @dataclass(frozen=True)
 class Slice:
-    """The rows of one step and phase to store, with their token columns.
+    """The rows of one step and lot to store, with their token columns.
 
     Args:
         rows: ``(n_hooks, n, d_model)`` bit patterns of each block; may be views of the ring.
@@ -438,7 +451,7 @@ class Slice:
 
 
 class ShardBuffer:
-    """Rows of one phase: at most those of a shard plus those of the largest step.
+    """Rows of one lot: at most those of a shard plus those of the largest step.
 
     ``further``: columns that not every run has: ``inclusion``, ``intervention``.
     """
@@ -446,7 +459,7 @@ class ShardBuffer:
     def __init__(
         self, hooks: tuple[HookSpec, ...], capacity: int, further: Collection[str] = ()
     ) -> None:
-        self.hooks = hooks
+        self._every_hook = hooks
         self.capacity = capacity
         self._layout = RowLayout(hooks)
         self._rows = self._layout.empty(capacity)
@@ -457,7 +470,11 @@ class ShardBuffer:
         }
         self.clear()
 
-    def clear(self) -> None:
+    def clear(self, chosen: HookNames | None = None) -> None:
+        """Empty the buffer, for rows of these hooks, ``None`` for all."""
+        places = zip(self._every_hook, self._layout.places, strict=True)
+        self._places = {h: at for h, at in places if chosen is None or h.name in chosen}
+        self._is_whole = chosen is None
         self.n_rows = 0
         self.first_step: int | None = None
         self.last_step = 0
@@ -465,7 +482,11 @@ class ShardBuffer:
 
     def append(self, piece: Slice) -> None:
         first, last = self.n_rows, self.n_rows + piece.n_rows
-        for block, rows in zip(self._rows, piece.rows, strict=True):
+        blocks = list(zip(self._rows, piece.rows, strict=True))
+        if not self._is_whole:
+            places = self._places.values()
+            blocks = [(blocks[b][0][i : i + 1], blocks[b][1][i : i + 1]) for b, i in places]
+        for block, rows in blocks:
             target = block[:, first:last]
             if piece.select is None:
                 np.copyto(target, rows)
@@ -486,12 +507,15 @@ class ShardBuffer:
 
     @property
     def nbytes(self) -> int:
-        return self.n_rows * self._layout.row_nbytes
+        return sum(rows.nbytes for rows in self.rows_by_hook().values())
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {hook.name: hook.dtype for hook in self._places}
 
     def rows_by_hook(self) -> dict[str, np.ndarray]:
         """Return the rows of each hook, ``(n_rows, d_model)``, views of the buffer."""
-        places = zip(self.hooks, self._layout.places, strict=True)
-        return {hook.name: self._rows[b][i, : self.n_rows] for hook, (b, i) in places}
+        return {h.name: self._rows[b][i, : self.n_rows] for h, (b, i) in self._places.items()}
 
     def columns(self) -> dict[str, np.ndarray]:
         return {name: column[: self.n_rows] for name, column in self._columns.items()}

@@ -52,6 +52,7 @@ from actds_writers.ipc.messages import (
 from actds_writers.ipc.scores import ScorePage
 from actds_writers.monitor.metrics import CommitMeter, DiskMeter, Meters, Occupancy
 from actds_writers.monitor.watch import Watch
+from actds_writers.sampling import Lot
 from actds_writers.shards import Assembly, Interval, ShardBuffer
 from actds_writers.shards.logs import AttentionLog, DropLog, LaneReader, ReadoutLog, TableLog
 from actds_writers.sizing import Geometry, Sizes, memory_bound
@@ -230,7 +231,7 @@ class Committer:
     def _shard_rows(phase: str, buffer: ShardBuffer) -> ShardRows:
         return ShardRows(
             hooks=buffer.rows_by_hook(),
-            dtypes={hook.name: hook.dtype for hook in buffer.hooks},
+            dtypes=buffer.dtypes,
             tokens=buffer.columns(),
             phase="prefill" if phase == "prefill" else "decode",
             first_step=buffer.first_step or 0,
@@ -425,8 +426,9 @@ class Writer:
         self.attention = AttentionLog(store, self._chain, settings.run)
         further = ["inclusion"] * (self._design is not None)
         further += ["intervention"] * (settings.harvest.intervene is not None)
+        n_lots = len(PHASES) * (1 + len(settings.harvest.choices))
         buffers = [
-            ShardBuffer(hello.hooks, capacity, further) for _ in range(len(PHASES) + SPARE_BUFFERS)
+            ShardBuffer(hello.hooks, capacity, further) for _ in range(n_lots + SPARE_BUFFERS)
         ]
         harvest, n_threads = settings.harvest, settings.n_threads
         raw_nbytes = harvest.raw_threshold_nbytes
@@ -434,8 +436,8 @@ class Writer:
         self.committer = Committer(
             store, self._chain, plan, buffers, self._make_durable, self.publish
         )
-        self._filling: dict[str, ShardBuffer] = {phase: self.committer.spare() for phase in PHASES}
-        self._filling_since: dict[str, float] = {}
+        self._filling: dict[Lot, ShardBuffer] = {}
+        self._filling_since: dict[Lot, float] = {}
         self.meters = Meters(hello, self.row_nbytes, self.committer.occupancy)
         self._assembly = Assembly(settings.tokens)
         self._stalls = TableLog("stalls")
@@ -513,9 +515,8 @@ class Writer:
 
     def finish(self, reason: CloseReason) -> dict[str, int]:
         """Commit all buffers and close the chain; return its totals, E503 if the disk refused."""
-        for phase, buffer in self._filling.items():
-            if buffer.n_rows:
-                self.committer.commit(phase, buffer)
+        for (phase, _), buffer in self._filling.items():
+            self.committer.commit(phase, buffer)
         self.committer.finish()
         if self.error is not None:
             raise self.error
@@ -547,13 +548,14 @@ class Writer:
         )
         slices = self._assembly.slices(message, rows)
         self.meters.taken(sum(piece.n_rows for piece in slices.values()), message.nbytes)
-        for phase, piece in slices.items():
-            buffer = self._filling[phase]
+        for lot, piece in slices.items():
+            if (buffer := self._filling.get(lot)) is None:
+                buffer = self._filling[lot] = self._spare(message.step)
+                buffer.clear(lot[1])
+                self._filling_since[lot] = time.monotonic()
             buffer.append(piece)
-            if piece.n_rows:
-                self._filling_since.setdefault(phase, time.monotonic())
             if buffer.n_rows >= self._settings.rows_per_shard:
-                self._commit(phase, message.step)
+                self._commit(lot)
         self.n_not_drawn += self._assembly.n_not_drawn(message)
         self._log_not_drawn(message)
 
@@ -562,15 +564,14 @@ class Writer:
         limit, now = self._settings.harvest.commit_seconds, time.monotonic()
         if limit is None or self.error is not None:
             return
-        for phase, since in list(self._filling_since.items()):
+        for lot, since in list(self._filling_since.items()):
             # Not while others wait: shards would only get smaller.
             if now - since >= limit and self.committer.has_spare:
-                self._commit(phase, self.last_step)
+                self._commit(lot)
 
-    def _commit(self, phase: str, step: int) -> None:
-        self.committer.commit(phase, self._filling[phase])
-        self._filling_since.pop(phase, None)
-        self._filling[phase] = self._spare(step)
+    def _commit(self, lot: Lot) -> None:
+        self.committer.commit(lot[0], self._filling.pop(lot))
+        del self._filling_since[lot]
 
     def _spare(self, step: int) -> ShardBuffer:
         """Return an empty buffer; waiting for it is a stall of the pool."""
@@ -617,6 +618,7 @@ class Writer:
             self._settings.rows_per_shard,
             hello.ring_nbytes,
             n_threads=self._settings.n_threads,
+            n_choices=len(self._settings.harvest.choices),
             holds_files=self._store.holds_new_files,
         )
         return memory_bound(geometry, sizes).writer_nbytes

@@ -71,6 +71,7 @@ class Answers:
         step: int,
         n_positions: int,
         stored: Sequence[tuple[int, int]],
+        hooks: Sequence[str] | None = None,
     ) -> None:
         """Note the end of a request, if it asks.
 
@@ -79,6 +80,7 @@ class Answers:
             step: the last that was scheduled.
             n_positions: computed or served from the prefix cache.
             stored: those that the rules and the client want, as intervals.
+            hooks: that the client chose, ``None`` for all.
         """
         asks = getattr(request.sampling_params, "extra_args", None) or {}
         score = bool(asks.get(SCORE)) and self._profile is not None
@@ -89,6 +91,7 @@ class Answers:
                 "run": self._link.run,
                 "positions": n_positions,
                 "stored": [list(interval) for interval in stored],
+                **({} if hooks is None else {"hooks": list(hooks)}),
             }
         if score or len(handle) > 1:
             self._ended[request.request_id] = _Asked(number, step if score else None, handle)

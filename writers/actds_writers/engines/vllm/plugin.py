@@ -205,7 +205,7 @@ def _wrap_inputs(module: Any) -> None:
             return
         from actds_writers.engines.vllm.requests import refuse_in
 
-        refuse_in(self, document.get("intervene"))
+        refuse_in(self, document)
         if document.get("roles") is False:
             return
         try:

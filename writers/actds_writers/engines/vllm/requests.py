@@ -21,7 +21,7 @@ import asyncio
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +36,15 @@ from actds_writers.prompts.conversation import UNKNOWN, Turn, turn_of
 from actds_writers.prompts.encoding import NO_OFFSETS, Rendered, chat_roles
 from actds_writers.prompts.roles import ThinkingMarks, Unlabelled, sampled_labels
 from actds_writers.provenance import in_words
-from actds_writers.sampling import POSITIONS, Regime, positions_asked
+from actds_writers.sampling import (
+    HOOKS,
+    POSITIONS,
+    HookNames,
+    Regime,
+    choice_of,
+    hooks_asked,
+    positions_asked,
+)
 
 
 class LoadErrors:
@@ -456,12 +464,14 @@ def refuse_unlisted(params: Any, names: Sequence[str]) -> None:
         raise _bad_request()(f"{XARG}: {name[:80]!r} is not allowed here; allowed: {allowed}")
 
 
-def refuse_positions(params: Any) -> None:
-    """Refuse a request that asks for positions which nobody understands; raises the same."""
-    text = (getattr(params, "extra_args", None) or {}).get(POSITIONS)
+def refuse_choices(params: Any, choices: Collection[HookNames]) -> None:
+    """Refuse a request for positions or hooks that it cannot choose; raises the same."""
+    xargs = getattr(params, "extra_args", None) or {}
     try:
-        if text is not None:
-            positions_asked(text, 1)
+        if POSITIONS in xargs:
+            positions_asked(xargs[POSITIONS], 1)
+        if HOOKS in xargs:
+            hooks_asked(xargs[HOOKS], choices)
     except ValueError as error:
         raise _bad_request()(str(error)) from None
 
@@ -475,12 +485,17 @@ def _bad_request() -> type[Exception]:
     return kind
 
 
-def refuse_in(processor: Any, file: str | None) -> None:
-    """Let a server's front end refuse what it does not know of interventions and positions."""
+def refuse_in(processor: Any, document: Mapping[str, Any]) -> None:
+    """Let a server's front end refuse what it does not know of interventions, positions and hooks.
+
+    ``document``: the settings of its live harvest, as they were given.
+    """
+    file = document.get("intervene")
     names = () if file is None else names_in(file)
+    choices = [choice_of(str(text)) for text in document.get("hook_choices") or ()]
 
     @wrap(processor, "process_inputs")
     def processing(process: Any, key: str, prompt: Any, params: Any, *more: Any, **kw: Any) -> Any:
         refuse_unlisted(params, names)
-        refuse_positions(params)
+        refuse_choices(params, choices)
         return process(key, prompt, params, *more, **kw)

@@ -47,6 +47,7 @@ from actds_writers.ipc.messages import Reference, RequestFinished, StepScheduled
 from actds_writers.prompts.conversation import UNKNOWN, Turn
 from actds_writers.sampling import (
     EVERYTHING,
+    HOOKS,
     MIXED_WEIGHTS,
     OFF,
     POSITIONS,
@@ -54,6 +55,7 @@ from actds_writers.sampling import (
     LeftOut,
     Regime,
     SamplingRules,
+    hooks_asked,
     positions_asked,
 )
 
@@ -584,7 +586,8 @@ class VllmSchedulerSide(SchedulerSide):
             n = request.num_prompt_tokens + tracked.n_sampled(request)
             n_positions = n - 1 if n > tracked.prompt_len else n
             stored = tracked.left_out.stored(n_positions, tracked.prompt_len)
-            self._answers.ended(request, tracked.number, self.last_step, n_positions, stored)
+            about = (n_positions, stored, tracked.left_out.hooks)
+            self._answers.ended(request, tracked.number, self.last_step, *about)
         if tracked.is_stopped:
             return
         reason = request.get_finished_reason()  # an enumeration of integers, from 0
@@ -637,9 +640,13 @@ class VllmSchedulerSide(SchedulerSide):
         params = request.sampling_params
         xargs = (params.extra_args if params is not None else None) or {}
         out = self._rules.left_out(Labels(external_id, getattr(request, "session_id", None), xargs))
-        if (text := xargs.get(POSITIONS)) is None:
+        if out.is_private:
             return out
-        return replace(out, ranges=positions_asked(text, request.num_prompt_tokens))
+        if (text := xargs.get(POSITIONS)) is not None:
+            out = replace(out, ranges=positions_asked(text, request.num_prompt_tokens))
+        if (text := xargs.get(HOOKS)) is not None:
+            out = replace(out, hooks=hooks_asked(text, self._rules.choices))
+        return out
 
     def _references(self, request: Any, tracked: _Tracked, start: int) -> list[Reference]:
         """Return the hits between the high-water mark and ``start``: from here and from outside."""

@@ -368,6 +368,7 @@ def start(config: Any, document: Any) -> LiveRun:
     places = parse_hooks(settings.hooks, n_layers)
     hooks = hook_specs(places, config_of, "float32")
     looked_at(settings, n_layers)
+    _check_choices(settings, hooks)
     rotation, run = Rotation.of(settings), layout.new_id("r")
     mode = 0o777 & ~settings.umask
     out = destination(settings.out if rotation is None else rotation.dataset(run), mode)
@@ -533,7 +534,8 @@ def _writer_settings(
 ) -> WriterSettings:
     from actds_writers.sizing import Geometry, rows_per_shard
 
-    rows = settings.rows_per_shard or rows_per_shard(Geometry.of(hooks).row_nbytes)
+    row_nbytes, n_choices = Geometry.of(hooks).row_nbytes, len(settings.choices)
+    rows = settings.rows_per_shard or rows_per_shard(row_nbytes, n_choices)
     return WriterSettings(
         harvest=settings,
         facts=tuple(_facts(settings, model, rows, readouts)),
@@ -545,6 +547,14 @@ def _writer_settings(
         replica=replica,
         readouts=readouts,
     )
+
+
+def _check_choices(settings: LiveSettings, hooks: Sequence[HookSpec]) -> None:
+    names = {hook.name for hook in hooks}
+    for chosen in settings.choices:
+        if not names > set(chosen):
+            got, expected = ",".join(chosen), f"some, not all, of {', '.join(sorted(names))}"
+            raise ActdsError("E017", "actds.hook_choices", got=got, expected=expected)
 
 
 def _special_tokens(model: Any) -> SpecialTokens:
