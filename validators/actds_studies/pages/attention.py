@@ -14,7 +14,6 @@ from actds_validators.pages.words import (
     Columns,
     Fact,
     Part,
-    Sentence,
     Table,
     count,
     or_dash,
@@ -215,7 +214,7 @@ def _depth(result: Attention) -> Shown:
     )
     rows = [(layer, "decode step", band) for layer in result.layers for band in bands]
     measures = (*PARTS, "prompt odds", "entropy", "relative entropy", "jump")
-    part = Part("depth", "By depth", Sentence(lead), _table("By decode step", rows, measures))
+    part = Part("depth", "By depth", lead, _table("By decode step", rows, measures))
     charts = _charts(result, "depth", "Attention by decode step", _places(bands), PARTS)
     return Shown(part, charts)
 
@@ -243,7 +242,7 @@ def _against(result: Attention) -> Shown:
     charts += _charts(
         result, "against", "Attention against entropy and jumps", [*entropy, *jump], masses
     )
-    return Shown(Part("against", "By role, entropy and jump", Sentence(lead), table), charts)
+    return Shown(Part("against", "By role, entropy and jump", lead, table), charts)
 
 
 def _points(value: Estimate) -> str:
@@ -277,14 +276,14 @@ def _jumps(result: Attention) -> Shown:
         "cause."
     )
     notes = [
-        Sentence(f"Layer {layer.layer}: {layer.jumps.reason}.")
+        f"Layer {layer.layer}: {layer.jumps.reason}."
         for layer in result.layers
         if layer.jumps.reason
     ]
     part = Part(
         "jumps",
         "Jumps and entropy",
-        Sentence(lead),
+        lead,
         table_of("Large jumps beside matched steps", _JUMPS, result.layers, frozenset({0, 1})),
         notes,
     )
@@ -347,14 +346,14 @@ def _proof(result: Attention) -> Part:
         "which a key is not stored has no number: shares are never made to add up without it."
     )
     notes = [
-        Sentence(f"Layer {layer.layer}: {count(n)} steps have no number: {reason}.")
+        f"Layer {layer.layer}: {count(n)} steps have no number: {reason}."
         for layer in result.layers
         for reason, n in layer.absent.items()
     ]
     notes += [
-        Sentence(f"Layer {layer.layer} is NOT PROVED: {layer.proof.reason}.")
+        f"Layer {layer.layer} is NOT PROVED: {layer.proof.reason}."
         for layer in result.layers
         if layer.proof.reason
     ]
     tables = table_of("Proof of each layer", _PROOF, result.layers, frozenset({0, 1, 6}))
-    return Part("proof", "Proof, and steps without numbers", Sentence(lead), tables, notes)
+    return Part("proof", "Proof, and steps without numbers", lead, tables, notes)

@@ -10,7 +10,7 @@ from actds_studies.alerts import Alert, Alerts
 from actds_validators.audit.place import Level
 from actds_validators.pages.answer import AnswerPage, Shown, cleaned, day, listed, table_lines
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
-from actds_validators.pages.words import Fact, Part, Sentence, Table, percent, short, table_of
+from actds_validators.pages.words import Fact, Part, Table, percent, short, table_of
 
 _LEVELS: dict[str, Level] = {
     "in the regime": "PASS",
@@ -153,7 +153,7 @@ def _rates(result: Alerts) -> Part:
         ),
         result.parts,
     )
-    return Part("rates", "Rates", Sentence(lead), tables, list(map(Sentence, notes)))
+    return Part("rates", "Rates", lead, tables, notes)
 
 
 def _list(result: Alerts) -> Part:
@@ -170,7 +170,7 @@ def _list(result: Alerts) -> Part:
         note=_text,
     )
     lead = "Below each the text around the row after which the score was first above, at ⟦ ⟧."
-    return Part("alerts", "Alerts", Sentence(lead if result.alerts else "None."), tables)
+    return Part("alerts", "Alerts", lead if result.alerts else "None.", tables)
 
 
 def _place(alert: Alert) -> str:
@@ -180,13 +180,13 @@ def _place(alert: Alert) -> str:
 
 def _text(alert: Alert) -> str:
     words = f"{alert.before}⟦ ⟧{alert.after}".replace("\n", "↵")
-    return Sentence(words)
+    return words
 
 
 def _scores(result: Alerts) -> Part:
     lead = "The band and line are the median and 95 % of requests without an alert; each other "
     lead += f"line is one of the {len(result.traces)} highest."
-    return Part("scores", "Scores by depth", Sentence(lead))
+    return Part("scores", "Scores by depth", lead)
 
 
 def _picture(result: Alerts) -> Picture | None:

@@ -20,7 +20,6 @@ from actds_validators.pages.words import (
     Columns,
     Fact,
     Part,
-    Sentence,
     count,
     or_dash,
     percent,
@@ -117,7 +116,7 @@ def _decays(result: Steering) -> Shown:
         "the first step. Fitted: the ratios, so that none rises."
     )
     table = table_of("Decays", _DECAYS, result.decays, frozenset({0, 3, 6}))
-    return Shown(Part("verdicts", "By depth", Sentence(lead), table), [_chart(result)])
+    return Shown(Part("verdicts", "By depth", lead, table), [_chart(result)])
 
 
 def _chart(result: Steering) -> Picture:
@@ -195,7 +194,7 @@ def _components(of: Components | None) -> list[Shown]:
         "moves along the difference of the two selections there, over that difference."
     )
     table = table_of("A direction and its refit", _ARMS, of.arms, frozenset({0, 1}))
-    return [Shown(Part("components", "Regime or component", Sentence(lead), table))]
+    return [Shown(Part("components", "Regime or component", lead, table))]
 
 
 _SURVIVAL: Columns[Survival] = (
@@ -212,7 +211,7 @@ def _survival(survival: list[Survival]) -> list[Shown]:
         "those of some without it, of which a dose of 0 is others: they look alike, no more."
     )
     table = table_of("Survival", _SURVIVAL, survival, frozenset(), room=60)
-    return [Shown(Part("survival", "Survival", Sentence(lead), table))] if survival else []
+    return [Shown(Part("survival", "Survival", lead, table))] if survival else []
 
 
 _EFFECTS: Columns[Effect] = (
@@ -235,7 +234,7 @@ def _effects(result: Steering) -> Part:
         "the other way."
     )
     table = table_of("Effects", _EFFECTS, result.effects, frozenset({0, 1}), room=60)
-    return Part("effects", "Effects and controls", Sentence(lead), table)
+    return Part("effects", "Effects and controls", lead, table)
 
 
 _STRATA: Columns[SteeredStratum] = (
@@ -253,4 +252,4 @@ def _strata(result: Steering) -> Part:
         "the role of the token fed. Of kept and held the reading that is latest."
     )
     table = table_of("By entropy and role", _STRATA, result.strata, frozenset({0, 1, 2}))
-    return Part("strata", "By entropy and role", Sentence(lead), table)
+    return Part("strata", "By entropy and role", lead, table)

@@ -79,18 +79,18 @@ def _render(
         styles=("page.css", "view.css"),
         max_nbytes=None,
         path=Sentence(dataset.path),
-        facts=[(name, Sentence(words)) for name, words in _facts(dataset, command)],
+        facts=list(_facts(dataset, command)),
         sections=[
             Shown(_hooks_part(dataset, stats)),
             Shown(_norms_part(profiles), [p for n in profiles if (p := _norms(n)) is not None]),
             Shown(_fates_part(outcomes), _fates_pictures(outcomes)),
         ],
-        lead=Sentence(_lead(dataset, hook, len(requests), has_text=has_text)),
+        lead=_lead(dataset, hook, len(requests), has_text=has_text),
         colours=[
             {
                 "letter": letter,
                 "name": score.name,
-                "words": Sentence(score.words),
+                "words": score.words,
                 "low": short(low),
                 "high": short(high),
             }
@@ -145,14 +145,14 @@ def _hooks_part(dataset: Dataset, stats: dict[str, Stats]) -> Part:
                 f" Run {run} is a sample: {sample}, if each has the weight 1 / inclusion, as in "
             )
             lead += "moments; norms by position that are read from rows count them alike."
-    return Part("hooks", "Hooks", Sentence(lead), tables)
+    return Part("hooks", "Hooks", lead, tables)
 
 
 def _norms_part(profiles: Sequence[NormProfile]) -> Part:
     words = {"readouts": "readouts, which lost rows have too", "rows": "a sample of the rows"}
     sources = " and ".join(sorted({f"{p.n_rows:,} {words[p.source]}" for p in profiles}))
     lead = f"From {sources or 'nothing'}. The band is 10 to 90 %, the line the median."
-    return Part("norms", "Norms by position", Sentence(lead))
+    return Part("norms", "Norms by position", lead)
 
 
 def _norms(profile: NormProfile) -> Picture | None:
@@ -224,7 +224,7 @@ def _fates_part(outcomes: Fates) -> Part:
         frozenset({0, 1}),
     )
     lead = f"{outcomes.total:,} positions: {shares}."
-    return Part("coverage", "Coverage and losses", Sentence(lead), tables)
+    return Part("coverage", "Coverage and losses", lead, tables)
 
 
 def _fates_pictures(outcomes: Fates) -> list[Picture]:
@@ -301,7 +301,7 @@ def _text(
         facts += f" Shown: positions {shown.start:,} to {stop - 1:,}." if len(shown) else " None."
     return {
         "title": f"Request {rows.request} of {rows.run}: {shown.external_id} ({shown.finish})",
-        "facts": Sentence(facts),
+        "facts": facts,
         "pieces": [_piece(shown, k, scores, ends) for k in range(len(shown))],
     }
 
@@ -333,7 +333,7 @@ def _piece(
     return {
         "text": text.replace("\n", "↵") or "∅",
         "kinds": " ".join(filter(None, kinds)),
-        "title": Sentence(", ".join(known)),
+        "title": ", ".join(known),
         "breaks": "\n" in text,
     }
 

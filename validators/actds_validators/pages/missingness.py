@@ -42,7 +42,6 @@ from actds_validators.pages.words import (
     Columns,
     Part,
     Row,
-    Sentence,
     Table,
     clean,
     count,
@@ -73,13 +72,13 @@ def missingness_part(audit: Audit) -> Part | None:
     )
     whole = counted(section.whole_requests, "request")
     note = f"{whole} lost every computed token. One request is one loss event, however long."
-    notes = [Sentence(note)] if section.whole_requests else []
+    notes = [note] if section.whole_requests else []
     tables = _worst(section) if section.n_strata else []
     ordered, words = worst_first(section.differences), frozenset({0, 1, 7})
     caption = "Largest differences of the lost tokens from all"
     tables += table_of(caption, _DIFFERENCES, ordered, words, brief=(5, MAX_LIST))
     brief = [Line(f"  {note}")] if notes else []
-    return Part("missingness", "Missingness", Sentence(lead + _few(audit)), tables, notes, brief)
+    return Part("missingness", "Missingness", lead + _few(audit), tables, notes, brief)
 
 
 _STRATA: Columns[StratumLoss] = (
@@ -525,7 +524,7 @@ def follow_up_part(audit: Audit) -> Part | None:
         for hook in section.hooks
     ]
     table = Table("Stored rows against all", names, rows, frozenset({0, 3}))
-    return Part("follow-up", "Follow-up of the losses", Sentence(lead), [table])
+    return Part("follow-up", "Follow-up of the losses", lead, [table])
 
 
 def sample_part(audit: Audit) -> Part | None:
@@ -569,9 +568,7 @@ def sample_part(audit: Audit) -> Part | None:
         tables += _feature_tables(features)
         notes.append(_features(features))
     brief = [Line(f"  {note}") for note in notes]
-    return Part(
-        "sample", "Means by design", Sentence(lead), tables, list(map(Sentence, notes)), brief
-    )
+    return Part("sample", "Means by design", lead, tables, notes, brief)
 
 
 def _by(section: Sample) -> str:

@@ -205,7 +205,7 @@ def places_part(audit: Audit) -> Part | None:
         "they pass. A bias is that of a mean over rows, in standard deviations: up to, for any "
         "mean there is; about, as estimated."
     )
-    return Part("places", "Seven places", Sentence(lead), [table])
+    return Part("places", "Seven places", lead, [table])
 
 
 def biases(audit: Audit) -> list[Fact]:
@@ -287,7 +287,7 @@ def check_part(audit: Audit) -> Part:
         "The first number decided the verdict. SD is the standard deviation over all computed "
         "tokens."
     )
-    return Part("checks", "Checks", Sentence(lead), [table])
+    return Part("checks", "Checks", lead, [table])
 
 
 def _row(n: Number, state: State, *, deciding: bool) -> Row:
@@ -311,8 +311,8 @@ def evidence_part(audit: Audit) -> Part | None:
         "limits of the evidence, not faults of the data."
     )
     brief = [Line(f"  - {note}", "dim") for note in notes]
-    evidence = [*map(Sentence, notes)]
-    return Part("evidence", "Limits of the evidence", Sentence(lead), (), evidence, brief)
+    evidence = notes
+    return Part("evidence", "Limits of the evidence", lead, (), evidence, brief)
 
 
 def settings_part(audit: Audit) -> Part:
@@ -340,7 +340,7 @@ def settings_part(audit: Audit) -> Part:
         Table("Options", ("", ""), _options(audit.options), words),
         Table("Settings", ("setting", "value", "meaning"), limits, frozenset({0, 2})),
     ]
-    return Part("settings", "Settings and digests", Sentence(lead), tables)
+    return Part("settings", "Settings and digests", lead, tables)
 
 
 def _options(options: Options) -> list[Row]:
@@ -407,7 +407,7 @@ def _shown(audit: Audit) -> list[Shown]:
     ]
 
 
-def _absent(audit: Audit) -> list[tuple[str, Sentence]]:
+def _absent(audit: Audit) -> list[tuple[str, str]]:
     reasons: dict[str, list[str]] = {}
     for section in SECTIONS:
         if section.title and section.part(audit) is None:
@@ -417,7 +417,7 @@ def _absent(audit: Audit) -> list[tuple[str, Sentence]]:
             elif section.of_losses:
                 why = _without_losses(section.title, audit.accounting) or why
             reasons.setdefault(why, []).append(section.title)
-    return [(", ".join(titles), Sentence(f"{why}.")) for why, titles in reasons.items()]
+    return [(", ".join(titles), f"{why}.") for why, titles in reasons.items()]
 
 
 def _without_losses(title: str, account: Accounting) -> str:
@@ -568,7 +568,7 @@ def _table(entries: Sequence[Entry]) -> Part:
         "A dataset is decided at the worst of the seven places between its source and a batch; "
         "a bias is in standard deviations. Each valid dataset links to its own page."
     )
-    return Part("datasets", "Datasets", Sentence(lead), [table])
+    return Part("datasets", "Datasets", lead, [table])
 
 
 def _dataset_row(entry: Entry) -> Row:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from actds.text import Line, Style, printable
@@ -246,9 +246,9 @@ class Part:
 
     name: str
     title: str
-    lead: Sentence
+    lead: str
     tables: Sequence[Table] = ()
-    notes: Sequence[Sentence] = field(default_factory=list)
+    notes: Sequence[str] = ()
     brief: Sequence[Line] = ()
 
 
@@ -272,9 +272,10 @@ def table_of(
     tone: Callable[[T], Tone] = lambda item: "",
     note: Callable[[T], str] = lambda item: "",
     brief: tuple[int, int] | None = None,
+    narrow: bool = False,
 ) -> list[Table]:
     """Return the table of the first items, a row each; nothing without one."""
     some, more = first(items, room)
     rows = [Row(tuple(say(item) for _, say in columns), tone(item), note(item)) for item in some]
     head = tuple(name for name, _ in columns)
-    return [Table(caption, head, rows, left, more, brief=brief)] if rows else []
+    return [Table(caption, head, rows, left, more, narrow, brief)] if rows else []
