@@ -19,6 +19,7 @@ from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import token_sequences
 from actds.text import storable
+from actds_studies.regimes.arms import named
 from actds_studies.regimes.entropies import Unembedding
 from actds_studies.steer.measure import (
     Read,
@@ -48,7 +49,7 @@ from actds_studies.steer.result import (
 )
 from actds_validators.arrays import Floats, Ints, Rows
 from actds_validators.dictionaries.formats import dictionary_feature
-from actds_validators.sections import about, need_extra, settings_of
+from actds_validators.sections import need_extra, settings_of
 
 N_CALIBRATED = 64
 """Generated tokens of a request that the dose is calibrated on."""
@@ -354,15 +355,11 @@ class _Study:
         rows = replayed.rows(f"held-0-1-{self.steps[0]}", longest[:n_held])
         at_first = self._differences(replayed, rows, plain[:, :n_held])[0]
         kept = _quantile(at_first, self.limits.quantile)
-        of_dataset = about(self.source.catalog, "")
         unit, words = vector
         return Steering(
             limits=self.limits,
             dataset=storable(self.source.path),
-            digest=self.source.digest,
-            models=list(of_dataset.models),
-            engines=list(of_dataset.engines),
-            started_ns=of_dataset.started_ns,
+            **named(self.source),
             hook=self.hook,
             vector=storable(words),
             vector_sha256=hashlib.sha256(unit.astype("<f4").tobytes()).hexdigest(),

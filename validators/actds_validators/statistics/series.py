@@ -454,12 +454,12 @@ def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
     return np.asarray(lowest.max(axis=0), np.float64)
 
 
-def load_groups(load: ArrayLike, n_groups: int = 10) -> Ints:
-    """Return the quantile group of each step, from 0; equal edges fall together."""
+def load_groups(load: ArrayLike) -> Ints:
+    """Return the decile of each step, from 0; equal edges fall together."""
     x = as_floats(load, "load")
-    if not len(x) or n_groups < 1:
-        raise ValueError(f"{len(x)} steps in {n_groups} groups; expected at least one of each")
-    edges = np.unique(np.quantile(x, np.linspace(0, 1, n_groups + 1)[1:-1]))
+    if not len(x):
+        raise ValueError("no step; expected at least one")
+    edges = np.unique(np.quantile(x, np.linspace(0, 1, 11)[1:-1]))
     # A group is (edge, next edge]; renumbered, for an edge may be the least or the greatest value.
     group = np.searchsorted(edges, x, side="left")
     return np.unique(group, return_inverse=True)[1].astype(np.int64)
