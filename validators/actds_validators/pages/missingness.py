@@ -19,7 +19,6 @@ from actds_validators.audit.result import (
     FeatureRates,
     Lane,
     Missingness,
-    Sample,
     Stratum,
     StratumLoss,
 )
@@ -534,9 +533,10 @@ def sample_part(audit: Audit) -> Part | None:
     n = section.n_thinned + section.n_dropped
     lead = (
         f"{count(section.n_stored)} stored rows represent {count(n)} more that were not drawn, "
-        f"each with a known probability of {section.minimum:.3g} at least (by {_by(section)}): "
-        f"weighted by 1/inclusion they are {count(round(section.effective_rows))} effective rows. "
-        "Of each hook, the mean that is known least; intervals hold for all means at once."
+        f"each with a known probability of {section.minimum:.3g} at least (by "
+        f"{' and '.join(section.units)}): weighted by 1/inclusion they are "
+        f"{count(round(section.effective_rows))} effective rows. Of each hook, the mean that is known "
+        "least; intervals hold for all means at once."
     )
     names = ("hook", "means", "rows", "known least", "± SD", "plain rows off most", "SD")
     rows = [
@@ -569,10 +569,6 @@ def sample_part(audit: Audit) -> Part | None:
         notes.append(_features(features))
     brief = [Line(f"  {note}") for note in notes]
     return Part("sample", "Means by design", lead, tables, notes, brief)
-
-
-def _by(section: Sample) -> str:
-    return " and ".join(section.units)
 
 
 _EFFICIENCY: Columns[Efficiency] = (

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from actds.text import Line, counted, format_nbytes
 from actds_validators.audit.place import LEVELS, TITLES, Level, Place
-from actds_validators.audit.result import Accounting, Audit, Limits, Number, Options
+from actds_validators.audit.result import Accounting, Audit, Limits, Options
 from actds_validators.pages import accounting, mechanism, missingness
 from actds_validators.pages.answer import (
     AnswerPage,
@@ -37,7 +37,6 @@ from actds_validators.pages.words import (
     Part,
     Row,
     Sentence,
-    State,
     Table,
     against,
     count,
@@ -280,7 +279,11 @@ def check_part(audit: Audit) -> Part:
     verdict = audit.verdict
     numbers = [verdict.deciding, *(n for n in verdict.numbers if n != verdict.deciding)]
     some, more = first(numbers)
-    rows = [_row(n, state_of(n, verdict.level), deciding=n is verdict.deciding) for n in some]
+    rows = []
+    for n in some:
+        state, mark = state_of(n, verdict.level), ", decided" if n is verdict.deciding else ""
+        words = f"{state.mark} {state.words}{mark}"
+        rows.append(Row((n.name, measured(n.value, n.unit), limit_of(n), words), state.tone))
     table = Table("Every number with its limit", ("number", "value", "limit", ""), rows,
                   frozenset({0, 3}), more, narrow=True)  # fmt: skip
     lead = (
@@ -288,11 +291,6 @@ def check_part(audit: Audit) -> Part:
         "tokens."
     )
     return Part("checks", "Checks", lead, [table])
-
-
-def _row(n: Number, state: State, *, deciding: bool) -> Row:
-    words = f"{state.mark} {state.words}" + (", decided" if deciding else "")
-    return Row((n.name, measured(n.value, n.unit), limit_of(n), words), state.tone)
 
 
 def evidence_part(audit: Audit) -> Part | None:
