@@ -152,7 +152,7 @@ class Replayed:
         """Return rows by their numbers ``(..., d_model)``, NaN for -1."""
         values = self.dataset.array(hook or self.last)[np.maximum(rows, 0).ravel()]
         values[rows.ravel() < 0] = np.nan
-        return np.asarray(values.reshape(*rows.shape, -1))
+        return np.asarray(values.reshape(*rows.shape, values.shape[1]))
 
     def looks(self, variant: str) -> Floats:
         """Return the mean entropy of each continuation and the share of its 4-grams that repeat.

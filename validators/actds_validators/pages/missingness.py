@@ -535,8 +535,8 @@ def sample_part(audit: Audit) -> Part | None:
         f"{count(section.n_stored)} stored rows represent {count(n)} more that were not drawn, "
         f"each with a known probability of {section.minimum:.3g} at least (by "
         f"{' and '.join(section.units)}): weighted by 1/inclusion they are "
-        f"{count(round(section.effective_rows))} effective rows. Of each hook, the mean that is known "
-        "least; intervals hold for all means at once."
+        f"{count(round(section.effective_rows))} effective rows. Of each hook, the mean that is "
+        "known least; intervals hold for all means at once."
     )
     names = ("hook", "means", "rows", "known least", "± SD", "plain rows off most", "SD")
     rows = [
