@@ -8,12 +8,11 @@ from actds.format.tables import ROLES
 from actds_studies.attention.result import Attention, AttentionValue, LayerAttention, Trace
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Estimate
-from actds_validators.pages.answer import AnswerPage, Shown, head_facts
+from actds_validators.pages.answer import AnswerPage, Part, head_facts
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
 from actds_validators.pages.words import (
     Columns,
     Fact,
-    Part,
     Table,
     count,
     or_dash,
@@ -54,7 +53,7 @@ def page(result: Attention, command: str) -> AnswerPage:
         + ("proved: it gives the stored outputs of heads." if is_proved else "not proved."),
         next_steps=result.answer.next_steps or ["Nothing is missing."],
         facts=_facts(result, command),
-        sections=[_depth(result), _against(result), _jumps(result), Shown(_proof(result))],
+        sections=[_depth(result), _against(result), _jumps(result), _proof(result)],
         on_terminal=("depth", "jumps", "proof"),
     )
 
@@ -202,7 +201,7 @@ def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[
     return table_of(caption, columns, rows, frozenset({0, 1}))
 
 
-def _depth(result: Attention) -> Shown:
+def _depth(result: Attention) -> Part:
     bands = _bands(result)
     lead = (
         "The prompt has less of the attention the more text there is, for that alone: the log-odds "
@@ -214,12 +213,12 @@ def _depth(result: Attention) -> Shown:
     )
     rows = [(layer, "decode step", band) for layer in result.layers for band in bands]
     measures = (*PARTS, "prompt odds", "entropy", "relative entropy", "jump")
-    part = Part("depth", "By depth", lead, _table("By decode step", rows, measures))
     charts = _charts(result, "depth", "Attention by decode step", _places(bands), PARTS)
-    return Shown(part, charts)
+    table = _table("By decode step", rows, measures)
+    return Part("depth", "By depth", lead, table, pictures=charts)
 
 
-def _against(result: Attention) -> Shown:
+def _against(result: Attention) -> Part:
     bands = _places(_bands(result))
     entropy = [("entropy", f"quintile {n}", f"quintile {n}") for n in range(1, 6)]
     jump = [("jump", "large", "large jump"), ("jump", "others", "other steps")]
@@ -242,7 +241,7 @@ def _against(result: Attention) -> Shown:
     charts += _charts(
         result, "against", "Attention against entropy and jumps", [*entropy, *jump], masses
     )
-    return Shown(Part("against", "By role, entropy and jump", lead, table), charts)
+    return Part("against", "By role, entropy and jump", lead, table, pictures=charts)
 
 
 def _points(value: Estimate) -> str:
@@ -263,7 +262,7 @@ _JUMPS: Columns[LayerAttention] = (
 )
 
 
-def _jumps(result: Attention) -> Shown:
+def _jumps(result: Attention) -> Part:
     limits = result.limits
     lead = (
         f"A change at a step is the mean entropy of the {limits.window} tokens sampled after it "
@@ -280,16 +279,12 @@ def _jumps(result: Attention) -> Shown:
         for layer in result.layers
         if layer.jumps.reason
     ]
-    part = Part(
-        "jumps",
-        "Jumps and entropy",
-        lead,
-        table_of("Large jumps beside matched steps", _JUMPS, result.layers, frozenset({0, 1})),
-        notes,
-    )
+    caption = "Large jumps beside matched steps"
+    table = table_of(caption, _JUMPS, result.layers, frozenset({0, 1}))
     traces = [(layer, trace) for layer in result.layers for trace in layer.traces if trace.marked]
     traces.sort(key=lambda pair: -len(pair[1].marked))
-    return Shown(part, [_trace(*pair, n) for n, pair in enumerate(traces[:_MAX_TRACES])])
+    pictures = [_trace(*pair, n) for n, pair in enumerate(traces[:_MAX_TRACES])]
+    return Part("jumps", "Jumps and entropy", lead, table, notes, pictures=pictures)
 
 
 def _trace(layer: LayerAttention, trace: Trace, n: int) -> Picture:

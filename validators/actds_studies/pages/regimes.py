@@ -19,13 +19,13 @@ from actds_studies.regimes.result import (
     Verdict,
 )
 from actds_validators.audit.place import Level
-from actds_validators.pages.answer import AnswerPage, Shown, day
+from actds_validators.pages.answer import AnswerPage, Part, day
+from actds_validators.pages.svg import Picture
 from actds_validators.pages.words import (
     LOOKS,
     Columns,
     Fact,
     Look,
-    Part,
     Table,
     count,
     first,
@@ -83,20 +83,20 @@ def page(
     )
 
 
-def _sections(result: StudyResult) -> list[Shown]:
+def _sections(result: StudyResult) -> list[Part]:
     figures = [p for p in (charts.step_gaps(result), charts.positions(result)) if p is not None]
     scatter, rungs = charts.rates(result), charts.ladder(result)
     sections = [
-        Shown(_verdicts(result)),
-        Shown(_short(result)),
-        *([Shown(_where(result), figures)] if figures else []),
-        *([Shown(Part("features", "Features", _FEATURES), scatter)] if scatter else []),
-        *([Shown(_numerics(result), [rungs])] if rungs is not None else []),
-        Shown(_compared(result)),
-        Shown(_values(result)),
-        Shown(_how(result)),
+        _verdicts(result),
+        _short(result),
+        *([_where(result, figures)] if figures else []),
+        *([Part("features", "Features", _FEATURES, pictures=scatter)] if scatter else []),
+        *([_numerics(result, rungs)] if rungs is not None else []),
+        _compared(result),
+        _values(result),
+        _how(result),
     ]
-    return [section for section in sections if section.part.lead]
+    return [section for section in sections if section.lead]
 
 
 def facts(result: StudyResult) -> list[Fact]:
@@ -227,7 +227,7 @@ def _short(result: StudyResult) -> Part:
     return Part("short", "What is short", lead, [], [*some, *([f"A{more[1:]}."] if more else [])])
 
 
-def _where(result: StudyResult) -> Part:
+def _where(result: StudyResult, figures: list[Picture]) -> Part:
     leads = dict.fromkeys(leading(contrast) for contrast in result.contrasts)
     added = [lead[1] for lead in leads if lead not in LEADS]
     lead = (
@@ -237,7 +237,7 @@ def _where(result: StudyResult) -> Part:
         "unexplained (FVU), in the second arm less the reference; without a dictionary it is the "
         "mean of the channel that lies farthest."
     )
-    return Part("where", "Where the gap is", lead)
+    return Part("where", "Where the gap is", lead, pictures=figures)
 
 
 _QUANTILES: Columns[tuple[ContrastResult, Quantiles]] = (
@@ -253,7 +253,7 @@ _QUANTILES: Columns[tuple[ContrastResult, Quantiles]] = (
 )
 
 
-def _numerics(result: StudyResult) -> Part:
+def _numerics(result: StudyResult, rungs: Picture) -> Part:
     lines = [
         (contrast, quantile)
         for contrast in result.contrasts
@@ -265,7 +265,7 @@ def _numerics(result: StudyResult) -> Part:
         "behind the same prefix, computed in other company, in other chunks, or in another type."
     )
     tables = table_of("Distances of equal tokens", _QUANTILES, lines, frozenset({0, 1, 2, 3}))
-    return Part("numerics", "Numerics", lead, tables)
+    return Part("numerics", "Numerics", lead, tables, pictures=[rungs])
 
 
 _ARMS: Columns[tuple[ContrastResult, ArmResult]] = (

@@ -27,14 +27,13 @@ from actds_studies.stability.result import (
     Verdict,
 )
 from actds_validators.audit.place import Level
-from actds_validators.pages.answer import AnswerPage, Shown, by_arm, harvested, models
+from actds_validators.pages.answer import AnswerPage, Part, by_arm, harvested, models
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend
 from actds_validators.pages.words import (
     LOOKS,
     Columns,
     Fact,
     Look,
-    Part,
     Table,
     count,
     or_dash,
@@ -77,13 +76,14 @@ def page(result: Stability, command: str) -> AnswerPage:
         next_steps=result.answer.next_steps,
         facts=provenance(result, command),
         sections=[
-            *([Shown(_verdicts(result))] if result.verdicts else []),
+            *([_verdicts(result)] if result.verdicts else []),
             _alike(result),
-            *([Shown(_floors(result))] if result.comparisons else []),
-            Shown(_cross(result)),
-            *([Shown(_probes(result))] if result.label else []),
-            *([Shown(_steered(result.steering))] if result.steering else []),
-            *map(Shown, (_compared(result), _how(result))),
+            *([_floors(result)] if result.comparisons else []),
+            _cross(result),
+            *([_probes(result)] if result.label else []),
+            *([_steered(result.steering)] if result.steering else []),
+            _compared(result),
+            _how(result),
         ],
         verdicts=[(LEVELS[verdict.outcome], verdict.sentence) for verdict in result.verdicts],
         on_terminal=("alike", "cross", "steered", "compared"),
@@ -304,7 +304,7 @@ def _each(shares: list[float]) -> str:
     return ", ".join(percent(share).removesuffix(" %") for share in shares) + " %"
 
 
-def _alike(result: Stability) -> Shown:
+def _alike(result: Stability) -> Part:
     pairs = means(result)
     lead = (
         f"Each dictionary is compared with one of {result.arms[0].name}, mean over seeds. A "
@@ -315,8 +315,8 @@ def _alike(result: Stability) -> Shown:
         "difference comes from the harvest."
     )
     tables = table_of("Means of each pair", _MEANS, pairs, frozenset({0, 1}))
-    part = Part("alike", "How alike the dictionaries are", lead, tables)
-    return Shown(part, [_likenesses(result, pairs), *_bars(pairs)])
+    pictures = [_likenesses(result, pairs), *_bars(pairs)]
+    return Part("alike", "How alike the dictionaries are", lead, tables, pictures=pictures)
 
 
 def _likenesses(result: Stability, means: Sequence[Means]) -> Picture:

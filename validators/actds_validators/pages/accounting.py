@@ -17,12 +17,11 @@ from actds_validators.audit.result import (
     Finding,
     WaterfallStep,
 )
-from actds_validators.pages.answer import SectionOf
+from actds_validators.pages.answer import Part, SectionOf
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, split_range
 from actds_validators.pages.words import (
     MAX_ROWS,
     Columns,
-    Part,
     Row,
     Table,
     Tone,

@@ -19,7 +19,7 @@ from actds_validators.audit.result import (
     WeightCell,
 )
 from actds_validators.audit.wording import QUESTIONS
-from actds_validators.pages.answer import SectionOf
+from actds_validators.pages.answer import Part, SectionOf
 from actds_validators.pages.svg import (
     WIDTH,
     FigureData,
@@ -35,7 +35,6 @@ from actds_validators.pages.svg import (
 from actds_validators.pages.words import (
     MAX_LIST,
     Columns,
-    Part,
     Row,
     Table,
     apart,

@@ -22,7 +22,7 @@ from actds_validators.audit.result import (
     Stratum,
     StratumLoss,
 )
-from actds_validators.pages.answer import SectionOf
+from actds_validators.pages.answer import Part, SectionOf
 from actds_validators.pages.svg import (
     WIDTH,
     FigureData,
@@ -39,7 +39,6 @@ from actds_validators.pages.words import (
     GROUPS,
     MAX_LIST,
     Columns,
-    Part,
     Row,
     Table,
     clean,

@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actds.text import Line, counted, format_nbytes
@@ -20,8 +20,8 @@ from actds_validators.audit.result import Accounting, Audit, Limits, Options
 from actds_validators.pages import accounting, mechanism, missingness
 from actds_validators.pages.answer import (
     AnswerPage,
+    Part,
     SectionOf,
-    Shown,
     brief_lines,
     cleaned,
     dataset_facts,
@@ -34,7 +34,6 @@ from actds_validators.pages.words import (
     LOOKS,
     Fact,
     Look,
-    Part,
     Row,
     Sentence,
     Table,
@@ -397,9 +396,9 @@ def render(audit: Audit, about: About | None = None) -> str:
     )
 
 
-def _shown(audit: Audit) -> list[Shown]:
+def _shown(audit: Audit) -> list[Part]:
     return [
-        Shown(part, [p for draw in section.charts if (p := draw(audit)) is not None])
+        replace(part, pictures=[p for draw in section.charts if (p := draw(audit)) is not None])
         for section in SECTIONS
         if (part := section.part(audit)) is not None
     ]
@@ -531,7 +530,7 @@ def render_index(entries: Sequence[Entry], command: str) -> str:
         boxes=_counts(entries),
         next_steps=_first_steps(entries),
         facts=[("Command", command)],
-        sections=[Shown(_table(entries))],
+        sections=[_table(entries)],
     ).html()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from actds.text import Line, Style, printable
+from actds.text import Style, printable
 from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
 Tone = Literal["", "good", "bad", "warn", "dim"]
@@ -238,18 +238,6 @@ class Table:
         """Return the least width in pixels; 0 where it fits any window."""
         n = len(self.head)
         return 0 if self.narrow or n < 4 else 560 if n < 6 else 720 if n < 8 else 860
-
-
-@dataclass(frozen=True)
-class Part:
-    """The words and tables of a section; a terminal has ``brief`` in place of lead and notes."""
-
-    name: str
-    title: str
-    lead: str
-    tables: Sequence[Table] = ()
-    notes: Sequence[str] = ()
-    brief: Sequence[Line] = ()
 
 
 def first(items: Sequence[T], room: int = MAX_ROWS) -> tuple[list[T], str]:
