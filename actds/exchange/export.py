@@ -123,16 +123,13 @@ def order_rows(selection: Selection) -> OrderedRows:
     return OrderedRows(selection, taken, np.split(place, ends), columns, runs, unknown)
 
 
-def _file_type(dtype: str) -> np.dtype[Any]:
-    """NumPy has no bfloat16: of ``V2`` it computes nothing, where it would take ``uint16`` for
-    numbers; ``view(ml_dtypes.bfloat16)`` makes values of both."""
-    return np.dtype("V2") if dtype == "bfloat16" else DTYPES[dtype].native
-
-
 def lay_out(rows: OrderedRows, hook: Hook, path: Path, dtype: str) -> Bits:
     """Write the rows of a hook in the order of an export as a ``.npy`` file."""
     shape = (rows.n_rows, hook.d_model)
-    file = np.lib.format.open_memmap(path, "w+", _file_type(dtype), shape)  # type: ignore[no-untyped-call]
+    # NumPy has no bfloat16: of V2 it computes nothing, where it would take uint16 for numbers;
+    # view(ml_dtypes.bfloat16) makes values of both.
+    kind = np.dtype("V2") if dtype == "bfloat16" else DTYPES[dtype].native
+    file = np.lib.format.open_memmap(path, "w+", kind, shape)  # type: ignore[no-untyped-call]
     with path.open("rb+") as opened:
         # A mapped page that the disk has no room for would end the process.
         os.posix_fallocate(opened.fileno(), 0, path.stat().st_size)

@@ -309,7 +309,7 @@ def _compared(result: StudyResult) -> Part:
 
 _VALUES: Columns[Value] = (
     ("rows", lambda row: "all" if row.axis == "all" else f"{row.axis} {row.stratum}"),
-    ("measure", lambda row: _measure(row)),
+    ("measure", lambda row: ", ".join(filter(None, (row.measure, element_of(row))))),
     ("value", lambda row: or_dash(row.value, short)),
     ("unit", lambda row: row.unit),
     ("95 % interval", lambda row: f"{or_dash(row.low, short)} to {or_dash(row.high, short)}"),
@@ -318,11 +318,6 @@ _VALUES: Columns[Value] = (
     ("adjusted p", lambda row: or_dash(row.adjusted_p, p_value)),
     ("verdict", lambda row: row.outcome or "described"),
 )
-
-
-def _measure(value: Value) -> str:
-    of = element_of(value)
-    return f"{value.measure}{f', {of}' if of else ''}"
 
 
 def _values(result: StudyResult) -> Part:

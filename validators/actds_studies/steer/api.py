@@ -48,6 +48,7 @@ from actds_studies.steer.result import (
     answer,
 )
 from actds_validators.arrays import Floats, Ints, Rows
+from actds_validators.audit.result import Estimate
 from actds_validators.dictionaries.formats import dictionary_feature
 from actds_validators.sections import need_extra, settings_of
 
@@ -335,8 +336,7 @@ class _Study:
     ) -> Steering:
         longest = np.arange(max(self.steps) + max(self.after))
         plain = replayed.rows(PLAIN, longest)
-        again = self._differences(replayed, replayed.rows(AGAIN, longest), plain)[0]
-        floor = estimate(np.nanmean(again, axis=1), self.group)
+        floor = self._floor(replayed, longest)
         reads = list(self._reads(replayed, 2 + self.limits.random))
         effects: list[Effect] = []
         decays: list[Decay] = []
@@ -374,6 +374,12 @@ class _Study:
             strata=strata,
             answer=answer(self._leading(decays), self._specific(reads)),
         )
+
+    def _floor(self, replayed: Replayed, at: Ints) -> Estimate | None:
+        """Return the divergence of a vector of zeros: numerics alone."""
+        rows = replayed.rows(AGAIN, at), replayed.rows(PLAIN, at)
+        again = self._differences(replayed, *rows)[0]
+        return estimate(np.nanmean(again, axis=1), self.group)
 
     def _plain(self, replayed: Replayed, at: Ints) -> tuple[Floats, np.ndarray]:
         """Return entropy of the plain next token, and the role of the token fed, at each step."""
