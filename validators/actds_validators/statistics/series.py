@@ -425,32 +425,25 @@ def lag_correlation(
 
 
 def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
-    """Return the increasing sequence nearest to values in weighted least squares.
+    """Return the increasing sequence nearest to values in weighted least squares ``(g,)``.
 
     By the max-min formula ``fit_i = max_{a<=i} min_{b>=i} mean(a..b)`` (Robertson, Wright &
-    Dykstra 1988, theorem 1.4.4), which equals the result of pooling adjacent violators and, unlike
-    it, is free of branches: many sequences at once. Time and memory grow with the square of g.
+    Dykstra 1988, theorem 1.4.4), which equals the result of pooling adjacent violators. Time and
+    memory grow with the square of g.
 
     Args:
-        values: ``(..., g)``.
-        weights: ``(g,)`` or as values, above 0.
+        weights: ``(g,)``, above 0.
     """
     y = as_floats(values, "values")
-    w = np.broadcast_to(as_floats(weights, "weights"), y.shape)
+    w = as_floats(weights, "weights", y.shape)
     if np.any(w <= 0):
         raise ValueError("a weight is not above 0")
-    g = y.shape[-1]
-    nothing = np.zeros((*y.shape[:-1], 1))
-    sums = np.concatenate([nothing, np.cumsum(w * y, axis=-1)], axis=-1)
-    mass = np.concatenate([nothing, np.cumsum(w, axis=-1)], axis=-1)
-    # lowest[a, ..., i]: the least mean of a..b over b >= i.
-    lowest = np.full((g, *y.shape), -np.inf)
-    for a in range(g):
-        means = (sums[..., a + 1 :] - sums[..., a : a + 1]) / (
-            mass[..., a + 1 :] - mass[..., a : a + 1]
-        )
-        lowest[a, ..., a:] = np.minimum.accumulate(means[..., ::-1], axis=-1)[..., ::-1]
-    # The mean over b >= i of a stretch that begins after i does not count (-inf above).
+    sums, mass = (np.concatenate([[0.0], np.cumsum(v)]) for v in (w * y, w))
+    # The mean of a stretch that ends before it begins does not count, nor does one after i.
+    means = np.full((len(y), len(y)), -np.inf)
+    some = np.triu_indices(len(y))
+    means[some] = (sums[1:] - sums[:-1, None])[some] / (mass[1:] - mass[:-1, None])[some]
+    lowest = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]  # over b >= i
     return np.asarray(lowest.max(axis=0), np.float64)
 
 
