@@ -273,11 +273,11 @@ def judged(
         document = canonical.parse(envelope.payload, place)
         document = document if isinstance(document, dict) else {}
         named = document.get("predicateType")
-        models = (Attestation, VerdictAttestation)
+        models: tuple[type[Document], ...] = (Attestation, VerdictAttestation)
         model = next((model for model in models if model.predicate_type == named), None)
         if model is None:
             continue  # a bundle may have statements of others
-        attestation = of_form(model, document.get("predicate"), place, "predicate")
+        attestation: Document = of_form(model, document.get("predicate"), place, "predicate")
         is_of_seal = (attestation.digest, attestation.seal) == (catalog.digest, n)
         if not is_of_seal or envelope.payload != statement(attestation):
             expected = f"one about seal {n}, {catalog.digest[:16]}..."
