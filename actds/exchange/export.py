@@ -123,16 +123,13 @@ def order_rows(selection: Selection) -> OrderedRows:
     return OrderedRows(selection, taken, np.split(place, ends), columns, runs, unknown)
 
 
-def _file_type(dtype: str) -> np.dtype[Any]:
-    """NumPy has no bfloat16: of ``V2`` it computes nothing, where it would take ``uint16`` for
-    numbers; ``view(ml_dtypes.bfloat16)`` makes values of both."""
-    return np.dtype("V2") if dtype == "bfloat16" else DTYPES[dtype].native
-
-
 def lay_out(rows: OrderedRows, hook: Hook, path: Path, dtype: str) -> Bits:
     """Write the rows of a hook in the order of an export as a ``.npy`` file."""
     shape = (rows.n_rows, hook.d_model)
-    file = np.lib.format.open_memmap(path, "w+", _file_type(dtype), shape)  # type: ignore[no-untyped-call]
+    # NumPy has no bfloat16: of V2 it computes nothing, where it would take uint16 for numbers;
+    # view(ml_dtypes.bfloat16) makes values of both.
+    kind = np.dtype("V2") if dtype == "bfloat16" else DTYPES[dtype].native
+    file = np.lib.format.open_memmap(path, "w+", kind, shape)  # type: ignore[no-untyped-call]
     with path.open("rb+") as opened:
         # A mapped page that the disk has no room for would end the process.
         os.posix_fallocate(opened.fileno(), 0, path.stat().st_size)
@@ -199,17 +196,15 @@ class Target:
 
     Args:
         write: writes the files into a folder; returns the sequence of each row for the table of
-            rows, None where it has none.
+            rows, None where it has none. None where the values that were laid out are the files.
         dtypes: types that it holds; the first stands for those that it does not.
-        in_place: whether the values that were laid out are the files.
         windows: whether rows are cut in windows of ``context_size``.
         with_rows: whether the files hold the provenance of their rows themselves.
     """
 
-    write: Callable[[ExportSource, Path], npt.NDArray[np.int64] | None]
+    write: Callable[[ExportSource, Path], npt.NDArray[np.int64] | None] | None
     dtypes: tuple[str, ...]
     name: Callable[[Hook], str] = field(default=lambda hook: hook.name)
-    in_place: bool = False
     windows: bool = False
     with_rows: bool = False
 
@@ -234,10 +229,6 @@ def _write_tables(path: Path, parts: Iterator[pa.Table]) -> None:
     with pq.ParquetWriter(path, first.schema, compression="zstd") as writer:
         for part in chain([first], parts):
             writer.write_table(part, row_group_size=part.num_rows)
-
-
-def _write_memmap(source: ExportSource, folder: Path) -> None:
-    """The values were laid out in the folder."""
 
 
 def _write_safetensors(source: ExportSource, folder: Path) -> npt.NDArray[np.int64]:
@@ -343,7 +334,7 @@ _ALL, _WITHOUT_BFLOAT16 = ("float32", "float16", "bfloat16"), ("float32", "float
 TARGETS: dict[str, Target] = {
     "sae-lens": Target(_write_sae_lens, _WITHOUT_BFLOAT16, tlens_name, windows=True),
     "safetensors": Target(_write_safetensors, _ALL),
-    "memmap": Target(_write_memmap, _ALL, in_place=True),
+    "memmap": Target(None, _ALL),
     "parquet": Target(_write_parquet, _WITHOUT_BFLOAT16, with_rows=True),
 }
 """What ``actds export --to`` knows."""
@@ -493,15 +484,16 @@ def _write(
         hook.name: dtype or (hook.dtype if hook.dtype in target.dtypes else target.dtypes[0])
         for hook in hooks
     }
-    scratch = folder if target.in_place else folder / ".scratch"
+    scratch = folder if target.write is None else folder / ".scratch"
     scratch.mkdir(exist_ok=True)
     values = {
         hook.name: lay_out(rows, hook, scratch / f"{hook.name}.npy", dtypes[hook.name])
         for hook in hooks
     }
     source = ExportSource(rows, hooks, dtypes, values, context_size)
-    sequence = target.write(source, folder)
-    if not target.in_place:
+    sequence = None
+    if target.write is not None:
+        sequence = target.write(source, folder)
         shutil.rmtree(scratch)
     n_rows = rows.n_rows if sequence is None else len(sequence)
     if not target.with_rows:

@@ -184,7 +184,7 @@ def inclusion_of_export(path: Path, n_rows: int) -> np.ndarray[Any, Any] | None:
             raise foreign(file, "no such file", "the inclusion of each row, which was drawn")
         return None
     replies = reader.ask(_request("inclusion", folder, "parquet", [file], None))
-    parts = [np.frombuffer(body, "<f8") for words, body in replies if words["has"]]
+    parts = [np.frombuffer(body, "<f8") for _, body in replies]
     if not parts:
         return None
     inclusion: np.ndarray[Any, Any] = np.concatenate(parts)
@@ -270,11 +270,9 @@ def answer(request: dict[str, Any], body: pa.Buffer) -> Iterator[Reply]:
 
 
 def _inclusions(file: Path) -> Iterator[Reply]:
-    has = INCLUSION in READERS["parquet"](file)
-    if not has:
-        yield Reply({"has": has})
+    if INCLUSION not in READERS["parquet"](file):
         return
     with reading(file, "a Parquet file, whole", ARROW_ERRORS), pq.ParquetFile(file) as opened:
         for batch in opened.iter_batches(1 << 16, columns=[INCLUSION]):
             values = batch.column(0).cast(pa.float64()).to_numpy(zero_copy_only=False)
-            yield Reply({"has": has}, [np.ascontiguousarray(values, "<f8")])
+            yield Reply({}, [np.ascontiguousarray(values, "<f8")])

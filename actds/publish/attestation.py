@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from actds.dataset.catalog import Catalog
 from actds.dataset.reading import read_dataset
@@ -24,6 +24,7 @@ from actds.publish.envelope import (
     Judgement,
     TrustedKey,
     judge,
+    of_form,
     parse,
     signer,
     with_signature,
@@ -272,17 +273,11 @@ def judged(
         document = canonical.parse(envelope.payload, place)
         document = document if isinstance(document, dict) else {}
         named = document.get("predicateType")
-        models = (Attestation, VerdictAttestation)
+        models: tuple[type[Document], ...] = (Attestation, VerdictAttestation)
         model = next((model for model in models if model.predicate_type == named), None)
         if model is None:
             continue  # a bundle may have statements of others
-        try:
-            attestation = model.model_validate(document.get("predicate"))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "predicate"
-            got = repr(first.get("input"))[:120]
-            raise ActdsError("E103", f"{place} {where}", got=got, expected=first["msg"]) from None
+        attestation: Document = of_form(model, document.get("predicate"), place, "predicate")
         is_of_seal = (attestation.digest, attestation.seal) == (catalog.digest, n)
         if not is_of_seal or envelope.payload != statement(attestation):
             expected = f"one about seal {n}, {catalog.digest[:16]}..."

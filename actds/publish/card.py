@@ -239,18 +239,16 @@ def table_files(catalog: Catalog) -> dict[str, list[str]]:
 
 
 def _front_matter(facts: Facts, licence: str, tables: Mapping[str, list[str]]) -> Iterator[str]:
+    n_digits = len(str(sum(facts.phases.values())))
+    size = _SIZES[min(max(n_digits - 3, 0), len(_SIZES) - 1)]
     yield from ("---", f"pretty_name: {json.dumps(_title(facts))}", f"license: {licence}")
-    yield from ("size_categories:", f"- {_size_category(sum(facts.phases.values()))}")
+    yield from ("size_categories:", f"- {size}")
     yield from ("tags:", "- actds", "- activations", "- interpretability", "configs:")
     # Only the tables: the hub infers one builder per repository, and arrays are none of its kinds.
     for name, paths in tables.items():
         yield from (f"- config_name: {name}", "  data_files:")
         yield from (f'  - "{path}"' for path in paths)
     yield "---"
-
-
-def _size_category(n_rows: int) -> str:
-    return _SIZES[min(max(len(str(n_rows)) - 3, 0), len(_SIZES) - 1)]
 
 
 def _title(facts: Facts) -> str:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from securesystemslib.signer import CryptoSigner, SSlibKey
 
+Form = TypeVar("Form", bound=BaseModel)
 KEYS_VARIABLE = "ACTDS_TRUSTED_KEYS"
 """Environment variable that names a file of public keys, where none is given."""
 PASSWORD_VARIABLE = "ACTDS_KEY_PASSWORD"
@@ -213,13 +214,7 @@ def parse(data: bytes, place: str) -> Envelope:
     if len(data) > MAX_ENVELOPE_NBYTES:
         expected = f"at most {MAX_ENVELOPE_NBYTES} bytes"
         raise ActdsError("E102", place, got=f"{len(data)} bytes", expected=expected)
-    try:
-        document = _Envelope.model_validate(canonical.parse(data, place))
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "envelope"
-        got, expected = repr(first.get("input"))[:120], first["msg"]
-        raise ActdsError("E103", f"{place} {field}", got=got, expected=expected) from None
+    document = of_form(_Envelope, canonical.parse(data, place), place, "envelope")
     if document.payloadType != PAYLOAD_TYPE:
         got = repr(document.payloadType)[:120]
         raise ActdsError("E803", f"{place} payloadType", got=got, expected=PAYLOAD_TYPE)
@@ -231,6 +226,17 @@ def parse(data: bytes, place: str) -> Envelope:
             for i, signature in enumerate(document.signatures)
         ),
     )
+
+
+def of_form(model: type[Form], document: Any, place: str, whole: str) -> Form:
+    """E103 a document of another form; ``whole`` is its name where no field is at fault."""
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or whole
+        got, expected = repr(first.get("input"))[:120], first["msg"]
+        raise ActdsError("E103", f"{place} {field}", got=got, expected=expected) from None
 
 
 def judge(envelope: Envelope, keys: Sequence[TrustedKey]) -> Judgement:

@@ -312,11 +312,11 @@ def _short(value: Any) -> str:
 _PIN = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
 
 
-def parse_pin(text: str, place: str = "seal") -> str:
+def parse_pin(text: str) -> str:
     """The digest that ``sha256:HEX`` names; E009 another form. The algorithm may be left out."""
     match = _PIN.fullmatch(text)
     if match is None:
-        raise ActdsError("E009", place, got=repr(text)[:100], expected="sha256: and 64 hex digits")
+        raise ActdsError("E009", "seal", got=repr(text)[:100], expected="sha256: and 64 hex digits")
     return match[1]
 
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +221,12 @@ def verify(
     if trusted:
         judgement = _by_keys(catalog, trusted, need, expected_payload)
     if who is not None:
-        _by_identity(catalog, who, partial(trust_root, trusted_root, offline), expected_payload)
+        file = layout.bundle_path(n)
+        if not catalog.store.exists(file):
+            raise _unsigned(catalog, file, layout.bundle_path)
+        data = catalog.store.read(file, MAX_ENVELOPE_NBYTES)
+        payload = signed_payload(data, who, trust_root(trusted_root, offline), file)
+        check_statement(payload, expected_payload, file)
     if seal is None:
         check_sums(catalog)
     return Verified(
@@ -274,17 +278,6 @@ def _by_keys(
         raise ActdsError("E802", file, got=got[:400], expected=f"{need} of {len(trusted)}")
     check_statement(envelope.payload, expected, file)
     return judgement
-
-
-def _by_identity(
-    catalog: Catalog, who: Identity, root: Callable[[], TrustedRoot], expected: bytes
-) -> None:
-    file = layout.bundle_path(len(catalog.seals))
-    if not catalog.store.exists(file):
-        raise _unsigned(catalog, file, layout.bundle_path)
-    data = catalog.store.read(file, MAX_ENVELOPE_NBYTES)
-    payload = signed_payload(data, who, root(), file)
-    check_statement(payload, expected, file)
 
 
 def _unsigned(catalog: Catalog, file: str, path_of: Callable[[int], str]) -> ActdsError:

@@ -18,10 +18,11 @@ from actds_validators.audit.result import (
     WeightCell,
 )
 from actds_validators.pages.accounting import coverage_map, coverage_part
+from actds_validators.pages.answer import Part
 from actds_validators.pages.mechanism import weight_map
 from actds_validators.pages.missingness import heat_map
 from actds_validators.pages.svg import Picture
-from actds_validators.pages.words import Part, percent
+from actds_validators.pages.words import percent
 
 
 def drawn(chart: Callable[[Audit], Picture | None], **changes: object) -> Picture:

@@ -40,10 +40,10 @@ from actds_studies.attention.rows import (
     Request,
     attention_rows,
 )
-from actds_studies.regimes.arms import Requests, first_sampled
+from actds_studies.regimes.arms import Requests, first_sampled, named
 from actds_validators.arrays import Bools, Floats, Ints, Rows
 from actds_validators.audit.result import Estimate
-from actds_validators.sections import about, need_extra, recorded, settings_of
+from actds_validators.sections import need_extra, recorded, settings_of
 from actds_writers.capture.hooks import n_heads_of
 from actds_writers.capture.scheme import LIMITS, Scheme, full_config, sinks_of
 from actds_writers.model_folder import file_sha256, find_model, model_config, weights_sha256
@@ -429,14 +429,10 @@ class _Study:
     def _result(self, model: Model | None) -> Attention:
         layers = [self._layer(at) for at in range(len(self.layers))]
         n_decode = sum(layer.n_decode for layer in layers)
-        of_dataset = about(self.dataset.catalog, "")
         return Attention(
             limits=self.limits,
             dataset=storable(self.dataset.path),
-            digest=self.dataset.digest,
-            models=list(of_dataset.models),
-            engines=list(of_dataset.engines),
-            started_ns=of_dataset.started_ns,
+            **named(self.dataset),
             model_checked=model is None or model.is_checked,
             n_requests=len(self.requests),
             n_groups=self.n_groups,

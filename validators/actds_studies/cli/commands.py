@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import Any
 
 import click
 
@@ -23,13 +25,6 @@ from actds_validators.cli.results import (
     write_text,
 )
 
-if TYPE_CHECKING:
-    from actds.format.profile import Profile
-    from actds_studies.alerts import Alerts
-    from actds_studies.attention.result import Attention
-    from actds_studies.regimes.result import Regimes
-    from actds_studies.stability.result import Stability
-
 BEYOND = ("beyond the floor", "undecided")
 DEPARTED = ("departed", "undecided")
 OPEN = FiniteRange(0, 1, min_open=True, max_open=True)
@@ -38,13 +33,9 @@ _tokenizer = click.option(
 )
 
 
-def _regimes() -> type[Regimes]:
-    from actds_studies.regimes.result import Regimes
-
-    return Regimes
-
-
-@click.command(cls=LimitsCommand, result=_regimes)
+@click.command(
+    cls=LimitsCommand, result=partial(resolve_name, "actds_studies.regimes.result:Regimes")
+)
 @compare_options
 @click.option(
     "--sae",
@@ -105,13 +96,9 @@ def regimes(
     finish(result, page(result, ctx.meta[COMMAND]), outputs, outcomes_of(result), fail_on)
 
 
-def _stability() -> type[Stability]:
-    from actds_studies.stability.result import Stability
-
-    return Stability
-
-
-@click.command(cls=LimitsCommand, result=_stability)
+@click.command(
+    cls=LimitsCommand, result=partial(resolve_name, "actds_studies.stability.result:Stability")
+)
 @click.argument("arms", metavar="A [B ...]", nargs=-1, required=True)
 @click.option("--hook", metavar="NAME", help="Hook to train on. The only one if not given.")
 @click.option(
@@ -183,13 +170,9 @@ def stability(
     finish(result, shown, outputs, outcomes, fail_on, BEYOND, {"dictionaries": out})
 
 
-def _attention() -> type[Attention]:
-    from actds_studies.attention.result import Attention
-
-    return Attention
-
-
-@click.command(cls=LimitsCommand, result=_attention)
+@click.command(
+    cls=LimitsCommand, result=partial(resolve_name, "actds_studies.attention.result:Attention")
+)
 @click.argument("dataset", metavar="DATASET")
 @click.option(
     "--model",
@@ -237,13 +220,7 @@ def attention(
     outputs.write(result.to_json(), shown.html, shown.lines)
 
 
-def _profile() -> type[Profile]:
-    from actds.format.profile import Profile
-
-    return Profile
-
-
-@click.command(cls=ResultCommand, result=_profile)
+@click.command(cls=ResultCommand, result=partial(resolve_name, "actds.format.profile:Profile"))
 @click.argument("path", metavar="PATH")
 @click.option(
     "-o",
@@ -298,13 +275,7 @@ def profile(path: str, out: Path, **options: Any) -> None:
     print_lines(profile_lines(made, str(out)))
 
 
-def _alerts() -> type[Alerts]:
-    from actds_studies.alerts import Alerts
-
-    return Alerts
-
-
-@click.command(cls=LimitsCommand, result=_alerts)
+@click.command(cls=LimitsCommand, result=partial(resolve_name, "actds_studies.alerts:Alerts"))
 @click.argument("path", metavar="PATH")
 @click.option(
     "--profile",

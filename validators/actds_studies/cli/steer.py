@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pkgutil import resolve_name
+from typing import Any
 
 import click
 
-from actds_studies.study import Command, exit_code, result_options
+from actds_studies.study import Command, finish, result_options
 from actds_validators.cli.results import COMMAND, LimitsCommand, Outputs, told
-
-if TYPE_CHECKING:
-    from actds_studies.steer.result import Steering
 
 WORST = ("reverses", "decays", "undecided")
 PATH = click.Path(path_type=Path)
-
-
-def _result() -> type[Steering]:
-    from actds_studies.steer.result import Steering
-
-    return Steering
 
 
 def _numbers(names: str, kind: type, default: str, words: str) -> Callable[[Command], Command]:
@@ -45,7 +37,9 @@ def _numbers(names: str, kind: type, default: str, words: str) -> Callable[[Comm
     )
 
 
-@click.command(cls=LimitsCommand, result=_result)
+@click.command(
+    cls=LimitsCommand, result=partial(resolve_name, "actds_studies.steer.result:Steering")
+)
 @click.argument("dataset", metavar="SOURCE")
 @click.option("--model", required=True, type=PATH, help="Folder that SOURCE was harvested from.")
 @click.option("--hook", required=True, help="Hook whose rows are changed, as resid_post.10.")
@@ -90,6 +84,5 @@ def steer(
 
     options["engine_args"] = parse_words(options["engine_args"])
     result = run(options.pop("dataset"), vector=vector or pair, **options, progress=told())
-    shown = page(result, ctx.meta[COMMAND])
-    outputs.write(result.to_json(), shown.html, shown.lines)
-    sys.exit(exit_code(result.answer.by_way.values(), fail_on, WORST))
+    outcomes = result.answer.by_way.values()
+    finish(result, page(result, ctx.meta[COMMAND]), outputs, outcomes, fail_on, WORST)

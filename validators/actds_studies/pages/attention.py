@@ -8,13 +8,11 @@ from actds.format.tables import ROLES
 from actds_studies.attention.result import Attention, AttentionValue, LayerAttention, Trace
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Estimate
-from actds_validators.pages.answer import AnswerPage, Shown, head_facts
+from actds_validators.pages.answer import AnswerPage, Part, head_facts
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
 from actds_validators.pages.words import (
     Columns,
     Fact,
-    Part,
-    Sentence,
     Table,
     count,
     or_dash,
@@ -55,7 +53,7 @@ def page(result: Attention, command: str) -> AnswerPage:
         + ("proved: it gives the stored outputs of heads." if is_proved else "not proved."),
         next_steps=result.answer.next_steps or ["Nothing is missing."],
         facts=_facts(result, command),
-        sections=[_depth(result), _against(result), _jumps(result), Shown(_proof(result))],
+        sections=[_depth(result), _against(result), _jumps(result), _proof(result)],
         on_terminal=("depth", "jumps", "proof"),
     )
 
@@ -203,7 +201,7 @@ def _table(caption: str, rows: list[_Stratum], measures: Sequence[str]) -> list[
     return table_of(caption, columns, rows, frozenset({0, 1}))
 
 
-def _depth(result: Attention) -> Shown:
+def _depth(result: Attention) -> Part:
     bands = _bands(result)
     lead = (
         "The prompt has less of the attention the more text there is, for that alone: the log-odds "
@@ -215,12 +213,12 @@ def _depth(result: Attention) -> Shown:
     )
     rows = [(layer, "decode step", band) for layer in result.layers for band in bands]
     measures = (*PARTS, "prompt odds", "entropy", "relative entropy", "jump")
-    part = Part("depth", "By depth", Sentence(lead), _table("By decode step", rows, measures))
     charts = _charts(result, "depth", "Attention by decode step", _places(bands), PARTS)
-    return Shown(part, charts)
+    table = _table("By decode step", rows, measures)
+    return Part("depth", "By depth", lead, table, pictures=charts)
 
 
-def _against(result: Attention) -> Shown:
+def _against(result: Attention) -> Part:
     bands = _places(_bands(result))
     entropy = [("entropy", f"quintile {n}", f"quintile {n}") for n in range(1, 6)]
     jump = [("jump", "large", "large jump"), ("jump", "others", "other steps")]
@@ -243,7 +241,7 @@ def _against(result: Attention) -> Shown:
     charts += _charts(
         result, "against", "Attention against entropy and jumps", [*entropy, *jump], masses
     )
-    return Shown(Part("against", "By role, entropy and jump", Sentence(lead), table), charts)
+    return Part("against", "By role, entropy and jump", lead, table, pictures=charts)
 
 
 def _points(value: Estimate) -> str:
@@ -264,7 +262,7 @@ _JUMPS: Columns[LayerAttention] = (
 )
 
 
-def _jumps(result: Attention) -> Shown:
+def _jumps(result: Attention) -> Part:
     limits = result.limits
     lead = (
         f"A change at a step is the mean entropy of the {limits.window} tokens sampled after it "
@@ -277,20 +275,16 @@ def _jumps(result: Attention) -> Shown:
         "cause."
     )
     notes = [
-        Sentence(f"Layer {layer.layer}: {layer.jumps.reason}.")
+        f"Layer {layer.layer}: {layer.jumps.reason}."
         for layer in result.layers
         if layer.jumps.reason
     ]
-    part = Part(
-        "jumps",
-        "Jumps and entropy",
-        Sentence(lead),
-        table_of("Large jumps beside matched steps", _JUMPS, result.layers, frozenset({0, 1})),
-        notes,
-    )
+    caption = "Large jumps beside matched steps"
+    table = table_of(caption, _JUMPS, result.layers, frozenset({0, 1}))
     traces = [(layer, trace) for layer in result.layers for trace in layer.traces if trace.marked]
     traces.sort(key=lambda pair: -len(pair[1].marked))
-    return Shown(part, [_trace(*pair, n) for n, pair in enumerate(traces[:_MAX_TRACES])])
+    pictures = [_trace(*pair, n) for n, pair in enumerate(traces[:_MAX_TRACES])]
+    return Part("jumps", "Jumps and entropy", lead, table, notes, pictures=pictures)
 
 
 def _trace(layer: LayerAttention, trace: Trace, n: int) -> Picture:
@@ -347,14 +341,14 @@ def _proof(result: Attention) -> Part:
         "which a key is not stored has no number: shares are never made to add up without it."
     )
     notes = [
-        Sentence(f"Layer {layer.layer}: {count(n)} steps have no number: {reason}.")
+        f"Layer {layer.layer}: {count(n)} steps have no number: {reason}."
         for layer in result.layers
         for reason, n in layer.absent.items()
     ]
     notes += [
-        Sentence(f"Layer {layer.layer} is NOT PROVED: {layer.proof.reason}.")
+        f"Layer {layer.layer} is NOT PROVED: {layer.proof.reason}."
         for layer in result.layers
         if layer.proof.reason
     ]
     tables = table_of("Proof of each layer", _PROOF, result.layers, frozenset({0, 1, 6}))
-    return Part("proof", "Proof, and steps without numbers", Sentence(lead), tables, notes)
+    return Part("proof", "Proof, and steps without numbers", lead, tables, notes)

@@ -8,9 +8,9 @@ from actds.format.profile import Calibration, Kept, Look, Profile
 from actds.text import Line, counted
 from actds_studies.alerts import Alert, Alerts
 from actds_validators.audit.place import Level
-from actds_validators.pages.answer import AnswerPage, Shown, cleaned, day, listed, table_lines
+from actds_validators.pages.answer import AnswerPage, Part, cleaned, day, listed, table_lines
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
-from actds_validators.pages.words import Fact, Part, Sentence, Table, percent, short, table_of
+from actds_validators.pages.words import Fact, Table, percent, short, table_of
 
 _LEVELS: dict[str, Level] = {
     "in the regime": "PASS",
@@ -94,11 +94,7 @@ def alerts_page(result: Alerts, command: str) -> AnswerPage:
         boxes=list(_boxes(result)),
         next_steps=result.answer.next_steps,
         facts=list(_facts(result, command)),
-        sections=[
-            Shown(_rates(result)),
-            Shown(_list(result)),
-            Shown(_scores(result), [p for p in [_picture(result)] if p is not None]),
-        ],
+        sections=[_rates(result), _list(result), _scores(result)],
         on_terminal=("rates", "alerts"),
         holds="This page holds text of requests, and no activations.",
     )
@@ -153,7 +149,7 @@ def _rates(result: Alerts) -> Part:
         ),
         result.parts,
     )
-    return Part("rates", "Rates", Sentence(lead), tables, list(map(Sentence, notes)))
+    return Part("rates", "Rates", lead, tables, notes)
 
 
 def _list(result: Alerts) -> Part:
@@ -170,7 +166,7 @@ def _list(result: Alerts) -> Part:
         note=_text,
     )
     lead = "Below each the text around the row after which the score was first above, at ⟦ ⟧."
-    return Part("alerts", "Alerts", Sentence(lead if result.alerts else "None."), tables)
+    return Part("alerts", "Alerts", lead if result.alerts else "None.", tables)
 
 
 def _place(alert: Alert) -> str:
@@ -180,13 +176,14 @@ def _place(alert: Alert) -> str:
 
 def _text(alert: Alert) -> str:
     words = f"{alert.before}⟦ ⟧{alert.after}".replace("\n", "↵")
-    return Sentence(words)
+    return words
 
 
 def _scores(result: Alerts) -> Part:
     lead = "The band and line are the median and 95 % of requests without an alert; each other "
     lead += f"line is one of the {len(result.traces)} highest."
-    return Part("scores", "Scores by depth", Sentence(lead))
+    pictures = [p for p in [_picture(result)] if p is not None]
+    return Part("scores", "Scores by depth", lead, pictures=pictures)
 
 
 def _picture(result: Alerts) -> Picture | None:

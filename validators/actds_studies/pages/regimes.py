@@ -16,16 +16,16 @@ from actds_studies.regimes.result import (
     StudyResult,
     Used,
     Value,
+    Verdict,
 )
 from actds_validators.audit.place import Level
-from actds_validators.pages.answer import AnswerPage, Shown, day
+from actds_validators.pages.answer import AnswerPage, Part, day
+from actds_validators.pages.svg import Picture
 from actds_validators.pages.words import (
     LOOKS,
     Columns,
     Fact,
-    Part,
-    Row,
-    Sentence,
+    Look,
     Table,
     count,
     first,
@@ -53,11 +53,7 @@ FLOOR = (
     "Its floor is by how much two halves of the reference's own requests differ; of distances "
     "between equal tokens it is the distance between rows that were computed alike twice."
 )
-NOT_ASKED = (
-    "Not tested here: what the harvest lost and what its prefix cache left out, which actds audit "
-    "tests."
-)
-_FEATURES = Sentence("Features that are active more often, or less often, in the second arm.")
+_FEATURES = "Features that are active more often, or less often, in the second arm."
 _MAX_INTRODUCED, _MAX_HOOKS = 4, 6
 _MAX_VERDICTS, _MAX_VALUES, _MAX_TABLES, _MAX_SHORT = 60, 16, 12, 12
 
@@ -87,20 +83,20 @@ def page(
     )
 
 
-def _sections(result: StudyResult) -> list[Shown]:
+def _sections(result: StudyResult) -> list[Part]:
     figures = [p for p in (charts.step_gaps(result), charts.positions(result)) if p is not None]
     scatter, rungs = charts.rates(result), charts.ladder(result)
     sections = [
-        Shown(_verdicts(result)),
-        Shown(_short(result)),
-        *([Shown(_where(result), figures)] if figures else []),
-        *([Shown(Part("features", "Features", _FEATURES), scatter)] if scatter else []),
-        *([Shown(_numerics(result), [rungs])] if rungs is not None else []),
-        Shown(_compared(result)),
-        Shown(_values(result)),
-        Shown(_how(result)),
+        _verdicts(result),
+        _short(result),
+        *([_where(result, figures)] if figures else []),
+        *([Part("features", "Features", _FEATURES, pictures=scatter)] if scatter else []),
+        *([_numerics(result, rungs)] if rungs is not None else []),
+        _compared(result),
+        _values(result),
+        _how(result),
     ]
-    return [section for section in sections if section.part.lead]
+    return [section for section in sections if section.lead]
 
 
 def facts(result: StudyResult) -> list[Fact]:
@@ -189,46 +185,49 @@ def arms(contrast: ContrastResult) -> str:
     )
 
 
+def _look(verdict: Verdict) -> Look:
+    return LOOKS[LEVELS[verdict.outcome]]
+
+
+_VERDICTS: Columns[tuple[ContrastResult, Verdict]] = (
+    ("contrast", lambda row: f"{row[0].name} at {row[1].hook}"),
+    ("instrument", lambda row: row[1].instrument),
+    ("verdict", lambda row: f"{_look(row[1]).mark} {row[1].outcome}"),
+)
+
+
 def _verdicts(result: StudyResult) -> Part:
-    pairs = list(judged(result.contrasts))
-    some, more = first(pairs, _MAX_VERDICTS)
-    rows = [
-        Row(
-            (
-                f"{contrast.name} at {verdict.hook}",
-                verdict.instrument,
-                f"{LOOKS[LEVELS[verdict.outcome]].mark} {verdict.outcome}",
-            ),
-            LOOKS[LEVELS[verdict.outcome]].tone,
-            verdict.sentence,
-        )
-        for contrast, verdict in some
-    ]
-    head = ("contrast", "instrument", "verdict")
     lead = (
         "An instrument shifts when a test finds a difference that lies beyond its limit, carries "
         "over when every difference is shown to lie within it, and else is undecided: also where "
         f"a difference is found of which it is open whether it lies beyond the limit. {FLOOR}"
     )
-    table = Table("Every verdict with its number", head, rows, frozenset(range(3)), more, True)
-    return Part("verdicts", "Verdicts", Sentence(lead), [table])
+    tables = table_of(
+        "Every verdict with its number",
+        _VERDICTS,
+        list(judged(result.contrasts)),
+        frozenset(range(3)),
+        room=_MAX_VERDICTS,
+        tone=lambda row: _look(row[1]).tone,
+        note=lambda row: row[1].sentence,
+        narrow=True,
+    )
+    return Part("verdicts", "Verdicts", lead, tables)
 
 
 def _short(result: StudyResult) -> Part:
     notes = [
-        Sentence(f"{contrast.name} at {verdict.hook}, {verdict.instrument}: {words}.")
+        f"{contrast.name} at {verdict.hook}, {verdict.instrument}: {words}."
         for contrast, verdict in judged(result.contrasts)
         if verdict.outcome == "undecided"
         for words in verdict.short[:2]
     ]
-    left = len(notes) - _MAX_SHORT
-    if left > 0:
-        notes = [*notes[:_MAX_SHORT], Sentence(f"And {left:,} more, all in the result (--json).")]
+    some, more = first(notes, _MAX_SHORT)
     lead = "What is missing where a verdict is undecided." if notes else ""
-    return Part("short", "What is short", Sentence(lead), [], notes)
+    return Part("short", "What is short", lead, [], [*some, *([f"A{more[1:]}."] if more else [])])
 
 
-def _where(result: StudyResult) -> Part:
+def _where(result: StudyResult, figures: list[Picture]) -> Part:
     leads = dict.fromkeys(leading(contrast) for contrast in result.contrasts)
     added = [lead[1] for lead in leads if lead not in LEADS]
     lead = (
@@ -238,7 +237,7 @@ def _where(result: StudyResult) -> Part:
         "unexplained (FVU), in the second arm less the reference; without a dictionary it is the "
         "mean of the channel that lies farthest."
     )
-    return Part("where", "Where the gap is", Sentence(lead))
+    return Part("where", "Where the gap is", lead, pictures=figures)
 
 
 _QUANTILES: Columns[tuple[ContrastResult, Quantiles]] = (
@@ -254,7 +253,7 @@ _QUANTILES: Columns[tuple[ContrastResult, Quantiles]] = (
 )
 
 
-def _numerics(result: StudyResult) -> Part:
+def _numerics(result: StudyResult, rungs: Picture) -> Part:
     lines = [
         (contrast, quantile)
         for contrast in result.contrasts
@@ -266,7 +265,7 @@ def _numerics(result: StudyResult) -> Part:
         "behind the same prefix, computed in other company, in other chunks, or in another type."
     )
     tables = table_of("Distances of equal tokens", _QUANTILES, lines, frozenset({0, 1, 2, 3}))
-    return Part("numerics", "Numerics", Sentence(lead), tables)
+    return Part("numerics", "Numerics", lead, tables, pictures=[rungs])
 
 
 _ARMS: Columns[tuple[ContrastResult, ArmResult]] = (
@@ -303,14 +302,14 @@ def _compared(result: StudyResult) -> Part:
     tables = table_of("Arms", _ARMS, rows, words, note=lambda row: _left_out(row[1]))
     what, words = "Dictionaries and probes", frozenset(range(4))
     tables += table_of(what, _USED, result.used, words, note=lambda row: row.words)
-    notes = [Sentence(arms(contrast)) for contrast in result.contrasts[:24]]
+    notes = [arms(contrast) for contrast in result.contrasts[:24]]
     lead = "Which rows were compared, how they were paired, and what was left out."
-    return Part("compared", "What was compared", Sentence(lead), tables, notes)
+    return Part("compared", "What was compared", lead, tables, notes)
 
 
 _VALUES: Columns[Value] = (
     ("rows", lambda row: "all" if row.axis == "all" else f"{row.axis} {row.stratum}"),
-    ("measure", lambda row: _measure(row)),
+    ("measure", lambda row: ", ".join(filter(None, (row.measure, element_of(row))))),
     ("value", lambda row: or_dash(row.value, short)),
     ("unit", lambda row: row.unit),
     ("95 % interval", lambda row: f"{or_dash(row.low, short)} to {or_dash(row.high, short)}"),
@@ -319,11 +318,6 @@ _VALUES: Columns[Value] = (
     ("adjusted p", lambda row: or_dash(row.adjusted_p, p_value)),
     ("verdict", lambda row: row.outcome or "described"),
 )
-
-
-def _measure(value: Value) -> str:
-    of = element_of(value)
-    return f"{value.measure}{f', {of}' if of else ''}"
 
 
 def _values(result: StudyResult) -> Part:
@@ -348,31 +342,24 @@ def _values(result: StudyResult) -> Part:
         f"{counted(n, 'value')} in all strata, those that shift first. Of many elements, as "
         "channels, the farthest is shown, and all of them are tested together."
     )
-    return Part("values", "Every value", Sentence(lead), tables)
+    return Part("values", "Every value", lead, tables)
 
 
 def _how(result: StudyResult) -> Part:
     notes = [
-        Sentence(words)
-        for words in (
-            "Each prefix counts once, position 0 and BOS are left out, and so are rows above 10 "
-            "median norms (sinks), which are counted.",
-            "Intervals leave out groups of requests one by one; tests exchange groups of requests "
-            f"between the arms; all {result.n_tests:,} tests are one family at a false discovery "
-            f"rate of {result.limits.fdr:g} (Benjamini and Hochberg).",
-            "Unpaired arms are weighted to the same token ids and positions. That is an "
-            "adjustment: what differs in the text before a token stays in the gap.",
-            "A verdict is about these requests, this model and these settings. It does not say "
-            "that another model, or another engine, behaves alike.",
-            f"Nothing is estimated from fewer than {MIN_REQUESTS} requests or {MIN_ROWS} effective "
-            "rows of either arm.",
-            NOT_ASKED,
-        )
+        "Each prefix counts once, position 0 and BOS are left out, and so are rows above 10 median "
+        "norms (sinks), which are counted.",
+        "Intervals leave out groups of requests one by one; tests exchange groups of requests "
+        f"between the arms; all {result.n_tests:,} tests are one family at a false discovery rate "
+        f"of {result.limits.fdr:g} (Benjamini and Hochberg).",
+        "Unpaired arms are weighted to the same token ids and positions. That is an adjustment: "
+        "what differs in the text before a token stays in the gap.",
+        "A verdict is about these requests, this model and these settings. It does not say that "
+        "another model, or another engine, behaves alike.",
+        f"Nothing is estimated from fewer than {MIN_REQUESTS} requests or {MIN_ROWS} effective "
+        "rows of either arm.",
+        "Not tested here: what the harvest lost and what its prefix cache left out, which actds "
+        "audit tests.",
     ]
-    return Part(
-        "how",
-        "How to read this",
-        Sentence("What the numbers are, and what they are not."),
-        [],
-        notes,
-    )
+    lead = "What the numbers are, and what they are not."
+    return Part("how", "How to read this", lead, [], notes)

@@ -27,15 +27,13 @@ from actds_studies.stability.result import (
     Verdict,
 )
 from actds_validators.audit.place import Level
-from actds_validators.pages.answer import AnswerPage, Shown, by_arm, harvested, models
+from actds_validators.pages.answer import AnswerPage, Part, by_arm, harvested, models
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend
 from actds_validators.pages.words import (
     LOOKS,
     Columns,
     Fact,
     Look,
-    Part,
-    Sentence,
     Table,
     count,
     or_dash,
@@ -78,13 +76,14 @@ def page(result: Stability, command: str) -> AnswerPage:
         next_steps=result.answer.next_steps,
         facts=provenance(result, command),
         sections=[
-            *([Shown(_verdicts(result))] if result.verdicts else []),
+            *([_verdicts(result)] if result.verdicts else []),
             _alike(result),
-            *([Shown(_floors(result))] if result.comparisons else []),
-            Shown(_cross(result)),
-            *([Shown(_probes(result))] if result.label else []),
-            *([Shown(_steered(result.steering))] if result.steering else []),
-            *map(Shown, (_compared(result), _how(result))),
+            *([_floors(result)] if result.comparisons else []),
+            _cross(result),
+            *([_probes(result)] if result.label else []),
+            *([_steered(result.steering)] if result.steering else []),
+            _compared(result),
+            _how(result),
         ],
         verdicts=[(LEVELS[verdict.outcome], verdict.sentence) for verdict in result.verdicts],
         on_terminal=("alike", "cross", "steered", "compared"),
@@ -250,19 +249,15 @@ def _verdicts(result: Stability) -> Part:
         frozenset(range(3)),
         tone=lambda row: _look(row).tone,
         note=lambda row: row.sentence,
+        narrow=True,
     )
-    notes = [
-        Sentence(f"{verdict.arm}, {words}.")
-        for verdict in result.verdicts
-        for words in verdict.short
-    ]
+    notes = [f"{verdict.arm}, {words}." for verdict in result.verdicts for words in verdict.short]
     lead = (
         "An arm is within a floor when its dictionaries are shown to be as alike to the "
         "reference's as the reference's are to one another, beyond it when they are shown to be "
         "less alike, and else undecided."
     )
-    narrow = [replace(table, narrow=True) for table in tables]
-    return Part("verdicts", "Verdicts", Sentence(lead), narrow, notes)
+    return Part("verdicts", "Verdicts", lead, tables, notes)
 
 
 _FLOORS: Columns[Comparison] = (
@@ -283,7 +278,7 @@ def _floors(result: Stability) -> Part:
         "of another seed, and of the same start in another order of its rows."
     )
     tables = table_of("Arms against floors", _FLOORS, result.comparisons, frozenset({0, 1, 2}))
-    return Part("floors", "Against the floors", Sentence(lead), tables)
+    return Part("floors", "Against the floors", lead, tables)
 
 
 def _of(say: Callable[[Features], str]) -> Callable[[Means], str]:
@@ -309,7 +304,7 @@ def _each(shares: list[float]) -> str:
     return ", ".join(percent(share).removesuffix(" %") for share in shares) + " %"
 
 
-def _alike(result: Stability) -> Shown:
+def _alike(result: Stability) -> Part:
     pairs = means(result)
     lead = (
         f"Each dictionary is compared with one of {result.arms[0].name}, mean over seeds. A "
@@ -320,8 +315,8 @@ def _alike(result: Stability) -> Shown:
         "difference comes from the harvest."
     )
     tables = table_of("Means of each pair", _MEANS, pairs, frozenset({0, 1}))
-    part = Part("alike", "How alike the dictionaries are", Sentence(lead), tables)
-    return Shown(part, [_likenesses(result, pairs), *_bars(pairs)])
+    pictures = [_likenesses(result, pairs), *_bars(pairs)]
+    return Part("alike", "How alike the dictionaries are", lead, tables, pictures=pictures)
 
 
 def _likenesses(result: Stability, means: Sequence[Means]) -> Picture:
@@ -413,10 +408,8 @@ def _cross(result: Stability) -> Part:
         f"{counted(result.rare.most, 'time')} in the reference's rows: "
         f"{percent(result.rare.share)} of them."
     )
-    notes = list(map(Sentence, result.answer.uses))
-    return Part(
-        "cross", "What dictionaries are used for", Sentence(lead), _used(result, FVU), notes
-    )
+    notes = result.answer.uses
+    return Part("cross", "What dictionaries are used for", lead, _used(result, FVU), notes)
 
 
 def _probes(result: Stability) -> Part:
@@ -427,7 +420,7 @@ def _probes(result: Stability) -> Part:
         f"{RAW.capitalize()}: the same probe on the rows themselves."
     )
     tables = [*_used(result, AUROC_MAXIMUM), *_used(result, AUROC_MEAN)]
-    return Part("probes", "Probes through the features", Sentence(lead), tables)
+    return Part("probes", "Probes through the features", lead, tables)
 
 
 def _used(result: Stability, use: Use) -> list[Table]:
@@ -460,7 +453,7 @@ def _steered(of: FeatureSteering) -> Part:
         "reverse. The pair of another order is the floor."
     )
     table = table_of("Steering by matched features", _STEERED, of.arms, frozenset({0, 1}))
-    return Part("steered", "Steering by matched features", Sentence(lead), table)
+    return Part("steered", "Steering by matched features", lead, table)
 
 
 _ARMS: Columns[ArmResult] = (
@@ -487,7 +480,7 @@ _TRAINED: Columns[Trained] = (
 def _compared(result: Stability) -> Part:
     tables = table_of("Rows of each arm", _ARMS, result.arms, note=lambda row: row.words)
     tables += table_of("Dictionaries", _TRAINED, result.dictionaries, frozenset({0, 5}))
-    lead = Sentence("The rows, and what was trained.")
+    lead = "The rows, and what was trained."
     return Part("compared", "What was compared", lead, tables)
 
 
@@ -505,5 +498,5 @@ def _how(result: Stability) -> Part:
         "The tests of all arms against one floor are a family (Benjamini and Hochberg).",
         "A verdict is about this trainer, these settings, these requests and this model.",
     ]
-    lead = Sentence("What the numbers are, and what they are not.")
-    return Part("how", "How to read this", lead, [], [Sentence(words) for words in notes])
+    lead = "What the numbers are, and what they are not."
+    return Part("how", "How to read this", lead, [], notes)

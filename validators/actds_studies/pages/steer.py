@@ -14,13 +14,11 @@ from actds_studies.steer.result import (
 )
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Estimate
-from actds_validators.pages.answer import AnswerPage, Shown, head_facts
+from actds_validators.pages.answer import AnswerPage, Part, head_facts
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span
 from actds_validators.pages.words import (
     Columns,
     Fact,
-    Part,
-    Sentence,
     count,
     or_dash,
     percent,
@@ -60,8 +58,8 @@ def page(result: Steering, command: str) -> AnswerPage:
             _decays(result),
             *_components(result.components),
             *_survival(result.survival),
-            Shown(_effects(result)),
-            Shown(_strata(result)),
+            _effects(result),
+            _strata(result),
         ],
         verdicts=[
             (_LEVELS[outcome], f"{way}, {WAYS[way]}: {outcome}")
@@ -108,7 +106,7 @@ _DECAYS: Columns[Decay] = (
 )
 
 
-def _decays(result: Steering) -> Shown:
+def _decays(result: Steering) -> Part:
     limits = result.limits
     lead = (
         "The divergence at each step over that at the first one, paired by request. It holds where "
@@ -117,7 +115,7 @@ def _decays(result: Steering) -> Shown:
         "the first step. Fitted: the ratios, so that none rises."
     )
     table = table_of("Decays", _DECAYS, result.decays, frozenset({0, 3, 6}))
-    return Shown(Part("verdicts", "By depth", Sentence(lead), table), [_chart(result)])
+    return Part("verdicts", "By depth", lead, table, pictures=[_chart(result)])
 
 
 def _chart(result: Steering) -> Picture:
@@ -178,7 +176,7 @@ _ARMS: Columns[ActedArm] = (
 )
 
 
-def _components(of: Components | None) -> list[Shown]:
+def _components(of: Components | None) -> list[Part]:
     if of is None:
         return []
     words = "; ".join(
@@ -195,7 +193,7 @@ def _components(of: Components | None) -> list[Shown]:
         "moves along the difference of the two selections there, over that difference."
     )
     table = table_of("A direction and its refit", _ARMS, of.arms, frozenset({0, 1}))
-    return [Shown(Part("components", "Regime or component", Sentence(lead), table))]
+    return [Part("components", "Regime or component", lead, table)]
 
 
 _SURVIVAL: Columns[Survival] = (
@@ -206,13 +204,13 @@ _SURVIVAL: Columns[Survival] = (
 )
 
 
-def _survival(survival: list[Survival]) -> list[Shown]:
+def _survival(survival: list[Survival]) -> list[Part]:
     lead = (
         "Continuations sampled with the vector held whose entropy and repeated 4-grams lie within "
         "those of some without it, of which a dose of 0 is others: they look alike, no more."
     )
     table = table_of("Survival", _SURVIVAL, survival, frozenset(), room=60)
-    return [Shown(Part("survival", "Survival", Sentence(lead), table))] if survival else []
+    return [Part("survival", "Survival", lead, table)] if survival else []
 
 
 _EFFECTS: Columns[Effect] = (
@@ -235,7 +233,7 @@ def _effects(result: Steering) -> Part:
         "the other way."
     )
     table = table_of("Effects", _EFFECTS, result.effects, frozenset({0, 1}), room=60)
-    return Part("effects", "Effects and controls", Sentence(lead), table)
+    return Part("effects", "Effects and controls", lead, table)
 
 
 _STRATA: Columns[SteeredStratum] = (
@@ -253,4 +251,4 @@ def _strata(result: Steering) -> Part:
         "the role of the token fed. Of kept and held the reading that is latest."
     )
     table = table_of("By entropy and role", _STRATA, result.strata, frozenset({0, 1, 2}))
-    return Part("strata", "By entropy and role", Sentence(lead), table)
+    return Part("strata", "By entropy and role", lead, table)

@@ -20,7 +20,7 @@ from actds.explore.dataset import Dataset, open_apart
 from actds.format.tables import PHASES, UNSERVED
 from actds.loader.where import RowValues, parse_expression
 from actds.text import storable
-from actds_studies.regimes.arms import Arm
+from actds_studies.regimes.arms import Arm, named
 from actds_studies.regimes.result import DatasetResult, Limits, Regimes, StudyLimits, Used
 from actds_validators.dictionaries import by_hook, same_place
 from actds_validators.dictionaries.formats import load_dictionary
@@ -326,15 +326,9 @@ def _shared_hooks(arms: Sequence[Arm], hooks: Sequence[str]) -> list[str]:
 
 
 def _dataset_result(dataset: Dataset, hooks: Sequence[str]) -> DatasetResult:
-    head, named = about(dataset.catalog, ""), dataset.catalog.genesis.hooks
-    return DatasetResult(
-        path=storable(dataset.path),
-        digest=dataset.digest,
-        models=list(head.models),
-        engines=list(head.engines),
-        hooks=[w for w, hook in zip(head.hooks, named, strict=True) if hook.name in hooks],
-        started_ns=head.started_ns,
-    )
+    words = zip(about(dataset.catalog, "").hooks, dataset.catalog.genesis.hooks, strict=True)
+    of_hooks = [word for word, hook in words if hook.name in hooks]
+    return DatasetResult(path=storable(dataset.path), hooks=of_hooks, **named(dataset))
 
 
 def _dictionaries(

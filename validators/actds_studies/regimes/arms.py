@@ -30,6 +30,14 @@ from actds.loader.filters import need_known
 from actds.loader.selection import held_out_requests, select
 from actds.text import storable
 from actds_validators.arrays import Bools, Ints, Whole, narrow
+from actds_validators.sections import about
+
+
+def named(dataset: Dataset) -> dict[str, Any]:
+    """Return what results say of a dataset: its digest, models, engines, and when it began."""
+    of = about(dataset.catalog, "")
+    words = {"models": list(of.models), "engines": list(of.engines)}
+    return {"digest": dataset.digest, **words, "started_ns": of.started_ns}
 
 
 class Requests:

@@ -136,10 +136,10 @@ def judge(
     if short is not None:
         return value.model_copy(update={"short": short})
     work = {"direction": _direction, "overlap": _overlap}.get(measure.kind, _elements)
+    if stratum.axis != ALL:
+        measure = replace(measure, keep=0)
     with np.errstate(invalid="ignore", divide="ignore"):
         changes = work(measure, first, second, limits)
-        if measure.keep and stratum.axis == ALL:
-            changes["elements"] = _kept(measure, first, second)
     return value.model_copy(update=changes)
 
 
@@ -298,6 +298,8 @@ def _elements(
     where = np.flatnonzero(good)
     value, without = value[good], without[:, good]
     pseudo, error = pseudo_values(value, without)
+    if measure.keep:
+        changes["elements"] = _kept(measure, where, value, error, (first, second))
     if measure.kind == "difference" and measure.of_arm is not None:
         pseudo = influences(measure.of_arm, first, second)[:, good]
     score = np.abs(value) / np.maximum(error, 1e-300) if len(value) > 1 else np.abs(value)
@@ -359,28 +361,29 @@ def _p_beyond(value: float, error: float, n_groups: int, measure: Measure) -> fl
     return float(special.stdtr(n_groups - 1, -t))
 
 
-def _kept(measure: Measure, first: Totals, second: Totals) -> list[Element]:
-    """Return some elements of a difference, in their order: half are the farthest."""
-    value = np.atleast_1d(measure.statistic(first.total(), second.total()))
-    without = measure.statistic(first.without(), second.without()).reshape(-1, len(value))
-    good = np.flatnonzero(np.isfinite(value) & np.isfinite(without).all(axis=0))
-    error = pseudo_values(value[good], without[:, good])[1]
-    far = np.argsort(-np.abs(value[good]) / np.maximum(error, 1e-300), kind="stable")
+def _kept(
+    measure: Measure, where: Ints, value: Floats, error: Floats, arms: tuple[Totals, Totals]
+) -> list[Element]:
+    """Return some elements of a difference, in their order: half are the farthest.
+
+    Args:
+        where: numbers of the elements that are estimated ``(m,)``, as their values and errors.
+    """
+    far = np.argsort(-np.abs(value) / np.maximum(error, 1e-300), kind="stable")
     rest = np.sort(far[measure.keep // 2 :])
     step = max(1, math.ceil(len(rest) / max(1, measure.keep - measure.keep // 2)))
     chosen = np.sort(np.concatenate([far[: measure.keep // 2], rest[::step]])).astype(np.int64)
-    arms = None
+    of = None
     if measure.arm_value is not None:
-        arms = [np.atleast_1d(measure.arm_value(t.total()))[good] for t in (first, second)]
-    names = [_label(measure, int(k), 2) or str(k) for k in good[chosen]]
+        of = [np.atleast_1d(measure.arm_value(arm.total()))[where] for arm in arms]
     return [
         Element(
-            name=name,
-            value=float(value[good[k]]),
+            name=_label(measure, int(where[k]), 2) or str(where[k]),
+            value=float(value[k]),
             error=float(error[k]),
-            arms=None if arms is None else (_finite(arms[0][k]), _finite(arms[1][k])),
+            arms=None if of is None else (_finite(of[0][k]), _finite(of[1][k])),
         )
-        for name, k in zip(names, chosen.tolist(), strict=True)
+        for k in chosen.tolist()
     ]
 
 

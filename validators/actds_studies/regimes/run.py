@@ -61,7 +61,7 @@ from actds_studies.regimes.strata import (
     Sums,
     blocks_of,
 )
-from actds_validators.arrays import Bools, Floats, Ints, Rows, Whole
+from actds_validators.arrays import Bools, Floats, Ints, Rows
 
 N_SAMPLE = 4096
 MAX_PAIRS = 50_000
@@ -456,7 +456,7 @@ def beside_repeats(
     """Return values with the floor of numerics over all rows, if 20 tokens were computed twice."""
     parts: list[tuple[Floats, Floats]] = []
     for repeats, array in zip(plan.repeats, arrays, strict=True):
-        first, other = (_read(array, repeat) for repeat in repeats)
+        first, other = (array[repeat] for repeat in repeats)
         fine = _usable(first) & _usable(other)
         parts.append(distances(first[fine], other[fine]))
     words = "tokens that one arm computed twice, in two requests"
@@ -520,11 +520,6 @@ def beside_contrast(results: Sequence[ContrastResult], name: str) -> list[Contra
 
 def _place(value: Value) -> tuple[str, ...]:
     return value.hook, value.instrument, value.measure, value.axis, value.stratum
-
-
-def _read(array: RowReader, rows: Whole) -> Rows:
-    known, place = np.unique(rows, return_inverse=True)
-    return np.asarray(array[known])[place.reshape(-1)]
 
 
 LOWEST = 1e-12

@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 from scipy.sparse import csr_array, issparse  # type: ignore[import-untyped]
 
+from actds.explore.lazy import LazyArray
 from actds.format.tables import ROLES
 from actds_studies.regimes.arms import KERNEL_MODES, ArmRows
 from actds_studies.regimes.result import ALL
@@ -195,15 +195,8 @@ GroupSums = Mapping[str, Floats]
 """By name what is added up of each group of requests ``(..., k)``."""
 
 
-class RowReader(Protocol):
-    """Rows that are read when they are indexed: ``LazyArray``, or a numpy array."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    def __getitem__(self, index: Ints) -> Rows:
-        """Return the rows of numbers ``(n,)`` as float32 ``(n, d_model)``."""
-        ...
+RowReader = LazyArray | Rows
+"""Rows of numbers ``(n,)``, read when they are indexed: float32 ``(n, d_model)``."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from actds.store.folders import unwritable
 from actds.text import storable
 from actds.version import __version__
 from actds_studies.regimes.api import MIXTURE_KEYS, ArmWords, parse_named
+from actds_studies.regimes.arms import named
 from actds_studies.stability import rows
 from actds_studies.stability.matching import chance, features_of, match_directions
 from actds_studies.stability.result import (
@@ -52,7 +53,7 @@ from actds_studies.stability.scores import Entries, Scores, cross_values, ridge
 from actds_validators.arrays import Bools, Floats, Rows
 from actds_validators.dictionaries import Dictionary, Source, places_of
 from actds_validators.dictionaries.formats import CONFIG, WEIGHTS
-from actds_validators.sections import about, need_extra, recorded, settings_of
+from actds_validators.sections import need_extra, recorded, settings_of
 
 if TYPE_CHECKING:
     import torch
@@ -426,14 +427,10 @@ def _likeness(first: _Scored, second: _Scored) -> Likeness:
 
 def _arm_result(of: rows.ArmRows, reference: Keys, hook: str) -> ArmResult:
     arm, entries, scored = of.arm, of.entries, of.scored.entries
-    known = about(arm.dataset.catalog, "")
     return ArmResult(
         name=arm.name,
         words=_words_of(arm.words),
-        digest=arm.dataset.digest,
-        models=list(known.models),
-        engines=list(known.engines),
-        started_ns=known.started_ns,
+        **named(arm.dataset),
         dtype=arm.dataset.hooks[hook].dtype,
         n_there=rows.most(arm.train, arm.shares),
         n_rows=len(entries),

@@ -386,7 +386,10 @@ def gather(
         ``d_model``, and their mean ``(d_model,)``; and which tokens are rare.
     """
     entries = [chosen(arm.train, arm.shares, n_rows) for arm in arms]
-    values = [_read(arm, hook, entry) for arm, entry in zip(arms, entries, strict=True)]
+    values = [
+        arm.dataset.array(hook).torch(entry["row"])
+        for arm, entry in zip(arms, entries, strict=True)
+    ]
     norms = [_norms(rows) for rows in values]
     finite = norms[0][np.isfinite(norms[0])]
     limit = SINK_NORM * float(np.median(finite)) if len(finite) else 0.0
@@ -426,21 +429,12 @@ def labelled(arm: ArmRows) -> tuple[Entries, Rows]:
 
 def _scored_rows(arm: Arm, hook: str, limit: float) -> tuple[Entries, Rows]:
     entries = chosen(arm.scored, arm.shares, min(N_SCORED, most(arm.scored, arm.shares)))
-    values = _read(arm, hook, entries)
+    values = arm.dataset.array(hook).torch(entries["row"])
     kept = _norms(values) <= limit
     if not kept.any():
         got = "held-out rows that are all sinks or not finite"
         raise ActdsError("E014", f"arm {arm.name} at {hook}", got=got, expected="others")
     return entries[kept], values.float().numpy()[kept]
-
-
-def _read(arm: Arm, hook: str, entries: Entries) -> torch.Tensor:
-    """Return rows in the given order and their stored type; each chunk is decoded once."""
-    import torch
-
-    wanted, place = np.unique(entries["row"], return_inverse=True)
-    stored = arm.dataset.array(hook).torch(wanted)
-    return stored[torch.from_numpy(place.reshape(-1))]
 
 
 def _norms(rows: torch.Tensor) -> Floats:

@@ -216,6 +216,8 @@ def _told_apart(
 
 
 def _values(values: Replicates, use: Use, about: Mapping[str, Any]) -> Iterator[CrossValue]:
+    from scipy.special import stdtr  # type: ignore[import-untyped]
+
     home = values[about["rows_of"]]
     for name, of in values.items():
         known = bool(np.isfinite(of[:, 0]).all())
@@ -223,7 +225,9 @@ def _values(values: Replicates, use: Use, about: Mapping[str, Any]) -> Iterator[
         gap = _interval(of.mean(axis=0) - home.mean(axis=0), about)
         difference = None
         if gap is not None and name != about["rows_of"]:
-            floor, p = float(np.ptp(home[:, 0])), None if name == RAW else _p(gap)
+            t = -abs(gap.value) / max(gap.error, 1e-300)
+            p = None if name == RAW else float(2 * stdtr(gap.freedom, t))
+            floor = float(np.ptp(home[:, 0]))
             difference = Gap(value=gap.value, low=gap.low, high=gap.high, floor=floor, p=p)
         yield CrossValue(
             trained_on=name,
@@ -246,12 +250,6 @@ def _interval(replicated: Floats, about: Mapping[str, Any]) -> Interval | None:
     if about["n_requests"] < MIN_REQUESTS or len(mean) < 3:
         return None
     return from_replicates(mean[:1], mean[np.newaxis, 1:])[0]
-
-
-def _p(gap: Interval) -> float:
-    from scipy.special import stdtr  # type: ignore[import-untyped]
-
-    return float(2 * stdtr(gap.freedom, -abs(gap.value) / max(gap.error, 1e-300)))
 
 
 def _sums(scored: Scored, mask: Bools, squared: Sequence[Floats], n_groups: int) -> Floats:

@@ -24,7 +24,6 @@ from actds_studies.steer.measure import (
     Read,
     decay_of,
     effects_of,
-    estimate,
     prove,
     strength_at,
 )
@@ -84,8 +83,7 @@ class FeatureDirections(_Study):
         prove(self.unembedding, *replayed.recorded(), f"{serving.options['model']}")
         at = np.array(self.steps) - 1 + AFTER
         plain = replayed.rows(PLAIN, at)
-        again = self._differences(replayed, replayed.rows(AGAIN, at), plain)[0]
-        floor = estimate(np.nanmean(again, axis=1), self.group)
+        floor = self._floor(replayed, at)
         decays = {}
         for v in known:
             parts = self._differences(replayed, self._at(replayed, f"{v}", at), plain)

@@ -19,6 +19,7 @@ from actds.errors import ActdsError
 from actds.explore.dataset import Dataset, open_apart
 from actds.explore.requests import token_sequences
 from actds.text import storable
+from actds_studies.regimes.arms import named
 from actds_studies.regimes.entropies import Unembedding
 from actds_studies.steer.measure import (
     Read,
@@ -47,8 +48,9 @@ from actds_studies.steer.result import (
     answer,
 )
 from actds_validators.arrays import Floats, Ints, Rows
+from actds_validators.audit.result import Estimate
 from actds_validators.dictionaries.formats import dictionary_feature
-from actds_validators.sections import about, need_extra, settings_of
+from actds_validators.sections import need_extra, settings_of
 
 N_CALIBRATED = 64
 """Generated tokens of a request that the dose is calibrated on."""
@@ -334,8 +336,7 @@ class _Study:
     ) -> Steering:
         longest = np.arange(max(self.steps) + max(self.after))
         plain = replayed.rows(PLAIN, longest)
-        again = self._differences(replayed, replayed.rows(AGAIN, longest), plain)[0]
-        floor = estimate(np.nanmean(again, axis=1), self.group)
+        floor = self._floor(replayed, longest)
         reads = list(self._reads(replayed, 2 + self.limits.random))
         effects: list[Effect] = []
         decays: list[Decay] = []
@@ -354,15 +355,11 @@ class _Study:
         rows = replayed.rows(f"held-0-1-{self.steps[0]}", longest[:n_held])
         at_first = self._differences(replayed, rows, plain[:, :n_held])[0]
         kept = _quantile(at_first, self.limits.quantile)
-        of_dataset = about(self.source.catalog, "")
         unit, words = vector
         return Steering(
             limits=self.limits,
             dataset=storable(self.source.path),
-            digest=self.source.digest,
-            models=list(of_dataset.models),
-            engines=list(of_dataset.engines),
-            started_ns=of_dataset.started_ns,
+            **named(self.source),
             hook=self.hook,
             vector=storable(words),
             vector_sha256=hashlib.sha256(unit.astype("<f4").tobytes()).hexdigest(),
@@ -377,6 +374,12 @@ class _Study:
             strata=strata,
             answer=answer(self._leading(decays), self._specific(reads)),
         )
+
+    def _floor(self, replayed: Replayed, at: Ints) -> Estimate | None:
+        """Return the divergence of a vector of zeros: numerics alone."""
+        rows = replayed.rows(AGAIN, at), replayed.rows(PLAIN, at)
+        again = self._differences(replayed, *rows)[0]
+        return estimate(np.nanmean(again, axis=1), self.group)
 
     def _plain(self, replayed: Replayed, at: Ints) -> tuple[Floats, np.ndarray]:
         """Return entropy of the plain next token, and the role of the token fed, at each step."""

@@ -150,11 +150,9 @@ class Replayed:
 
     def values(self, rows: Ints, hook: str | None = None) -> Rows:
         """Return rows by their numbers ``(..., d_model)``, NaN for -1."""
-        numbers, at = np.unique(np.maximum(rows, 0), return_inverse=True)
-        values = self.dataset.array(hook or self.last)[numbers].astype(np.float32)
-        result = values[at.reshape(rows.shape)]
-        result[rows < 0] = np.nan
-        return np.asarray(result)
+        values = self.dataset.array(hook or self.last)[np.maximum(rows, 0).ravel()]
+        values[rows.ravel() < 0] = np.nan
+        return np.asarray(values.reshape(*rows.shape, values.shape[1]))
 
     def looks(self, variant: str) -> Floats:
         """Return the mean entropy of each continuation and the share of its 4-grams that repeat.

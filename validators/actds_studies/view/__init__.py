@@ -38,9 +38,9 @@ from actds_studies.view.requests import (
 )
 from actds_validators.audit.result import CoverageCell, WaterfallStep
 from actds_validators.pages.accounting import map_of, waterfall_of
-from actds_validators.pages.answer import Shown, dataset_facts, render_page
+from actds_validators.pages.answer import Part, dataset_facts, render_page
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, span, ticks
-from actds_validators.pages.words import Part, Sentence, number, percent, short, table_of
+from actds_validators.pages.words import Sentence, number, percent, short, table_of
 from actds_validators.sections import about
 
 N_HOOKS = 8
@@ -79,18 +79,14 @@ def _render(
         styles=("page.css", "view.css"),
         max_nbytes=None,
         path=Sentence(dataset.path),
-        facts=[(name, Sentence(words)) for name, words in _facts(dataset, command)],
-        sections=[
-            Shown(_hooks_part(dataset, stats)),
-            Shown(_norms_part(profiles), [p for n in profiles if (p := _norms(n)) is not None]),
-            Shown(_fates_part(outcomes), _fates_pictures(outcomes)),
-        ],
-        lead=Sentence(_lead(dataset, hook, len(requests), has_text=has_text)),
+        facts=list(_facts(dataset, command)),
+        sections=[_hooks_part(dataset, stats), _norms_part(profiles), _fates_part(outcomes)],
+        lead=_lead(dataset, hook, len(requests), has_text=has_text),
         colours=[
             {
                 "letter": letter,
                 "name": score.name,
-                "words": Sentence(score.words),
+                "words": score.words,
                 "low": short(low),
                 "high": short(high),
             }
@@ -145,14 +141,15 @@ def _hooks_part(dataset: Dataset, stats: dict[str, Stats]) -> Part:
                 f" Run {run} is a sample: {sample}, if each has the weight 1 / inclusion, as in "
             )
             lead += "moments; norms by position that are read from rows count them alike."
-    return Part("hooks", "Hooks", Sentence(lead), tables)
+    return Part("hooks", "Hooks", lead, tables)
 
 
 def _norms_part(profiles: Sequence[NormProfile]) -> Part:
     words = {"readouts": "readouts, which lost rows have too", "rows": "a sample of the rows"}
     sources = " and ".join(sorted({f"{p.n_rows:,} {words[p.source]}" for p in profiles}))
     lead = f"From {sources or 'nothing'}. The band is 10 to 90 %, the line the median."
-    return Part("norms", "Norms by position", Sentence(lead))
+    pictures = [p for n in profiles if (p := _norms(n)) is not None]
+    return Part("norms", "Norms by position", lead, pictures=pictures)
 
 
 def _norms(profile: NormProfile) -> Picture | None:
@@ -224,7 +221,8 @@ def _fates_part(outcomes: Fates) -> Part:
         frozenset({0, 1}),
     )
     lead = f"{outcomes.total:,} positions: {shares}."
-    return Part("coverage", "Coverage and losses", Sentence(lead), tables)
+    pictures = _fates_pictures(outcomes)
+    return Part("coverage", "Coverage and losses", lead, tables, pictures=pictures)
 
 
 def _fates_pictures(outcomes: Fates) -> list[Picture]:
@@ -301,7 +299,7 @@ def _text(
         facts += f" Shown: positions {shown.start:,} to {stop - 1:,}." if len(shown) else " None."
     return {
         "title": f"Request {rows.request} of {rows.run}: {shown.external_id} ({shown.finish})",
-        "facts": Sentence(facts),
+        "facts": facts,
         "pieces": [_piece(shown, k, scores, ends) for k in range(len(shown))],
     }
 
@@ -333,7 +331,7 @@ def _piece(
     return {
         "text": text.replace("\n", "↵") or "∅",
         "kinds": " ".join(filter(None, kinds)),
-        "title": Sentence(", ".join(known)),
+        "title": ", ".join(known),
         "breaks": "\n" in text,
     }
 

@@ -17,14 +17,12 @@ from actds_validators.audit.result import (
     Finding,
     WaterfallStep,
 )
-from actds_validators.pages.answer import SectionOf
+from actds_validators.pages.answer import Part, SectionOf
 from actds_validators.pages.svg import WIDTH, FigureData, Frame, Picture, axes, legend, split_range
 from actds_validators.pages.words import (
     MAX_ROWS,
     Columns,
-    Part,
     Row,
-    Sentence,
     Table,
     Tone,
     clean,
@@ -86,7 +84,7 @@ def source_part(audit: Audit) -> Part | None:
         f"{count(source.records)} records were read, {count(source.served)} served: "
         f"{count(source.served_tokens)} of {count(source.tokens)} prompt tokens.{shift}{ended}"
     )
-    return Part("source", "Source", Sentence(lead), tables)
+    return Part("source", "Source", lead, tables)
 
 
 def _band(band: LengthBand) -> str:
@@ -179,7 +177,7 @@ def accounting_part(audit: Audit) -> Part:
         Row(("positions whose KV came from outside the run", count(section.external))),
     ]
     tables = [*_findings(section), Table("What was counted", ("quantity", "number"), rows)]
-    return Part("accounting", "Accounting", Sentence(lead), tables, brief=_brief(section))
+    return Part("accounting", "Accounting", lead, tables, brief=_brief(section))
 
 
 def _brief(section: Accounting) -> list[Line]:
@@ -307,7 +305,7 @@ def coverage_part(audit: Audit) -> Part | None:
     origin = "roles" if audit.options.classes is None else "classes from --classes"
     caption = f"Loss rate of the {origin}, without intervals"
     tables += table_of(caption, by_class, section.loss_by_class)
-    return Part("coverage", "Coverage", Sentence(lead), tables)
+    return Part("coverage", "Coverage", lead, tables)
 
 
 def _reused(section: Coverage) -> str:

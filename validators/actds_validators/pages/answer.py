@@ -20,7 +20,7 @@ from actds.text import Line
 from actds_validators.audit.place import Level
 from actds_validators.audit.result import Audit
 from actds_validators.pages.svg import Picture
-from actds_validators.pages.words import LOOKS, MAX_LIST, Fact, Part, Sentence, Table, clean, first
+from actds_validators.pages.words import LOOKS, MAX_LIST, Fact, Sentence, Table, clean, first
 from actds_validators.sections import About, OfDataset
 
 if TYPE_CHECKING:
@@ -151,6 +151,19 @@ def _exact(text: str) -> Any:
     return Markup(text)
 
 
+@dataclass(frozen=True)
+class Part:
+    """The words and tables of a section; a terminal has ``brief`` in place of lead and notes."""
+
+    name: str
+    title: str
+    lead: str
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+    brief: Sequence[Line] = ()
+    pictures: Sequence[Picture] = ()
+
+
 _MAX_COLUMN = 64
 
 
@@ -236,12 +249,6 @@ class SectionOf:
 
 
 @dataclass(frozen=True)
-class Shown:
-    part: Part
-    pictures: Sequence[Picture] = ()
-
-
-@dataclass(frozen=True)
 class AnswerPage:
     """What a page says, for HTML and for a terminal alike.
 
@@ -259,7 +266,7 @@ class AnswerPage:
     boxes: Sequence[Fact]
     facts: Sequence[tuple[str, str]]
     next_steps: Sequence[str]
-    sections: Sequence[Shown]
+    sections: Sequence[Part]
     introduction: str = ""
     split: Sequence[str] = ()
     verdicts: Sequence[tuple[Level, str]] = ()
@@ -285,7 +292,7 @@ class AnswerPage:
         yield from (Line(f"  {words}") for words in self.split)
         width = max(len(name) for name, _ in self.facts)
         yield from (Line(f"  {name.ljust(width)}  {words}") for name, words in self.facts)
-        parts = {section.part.name: section.part for section in self.sections}
+        parts = {part.name: part for part in self.sections}
         if self.verdicts:
             yield from titled("Verdicts")
             yield Line(f"  {parts['verdicts'].lead}", "dim")

@@ -19,7 +19,7 @@ from actds_validators.audit.result import (
     WeightCell,
 )
 from actds_validators.audit.wording import QUESTIONS
-from actds_validators.pages.answer import SectionOf
+from actds_validators.pages.answer import Part, SectionOf
 from actds_validators.pages.svg import (
     WIDTH,
     FigureData,
@@ -35,9 +35,7 @@ from actds_validators.pages.svg import (
 from actds_validators.pages.words import (
     MAX_LIST,
     Columns,
-    Part,
     Row,
-    Sentence,
     Table,
     apart,
     clean,
@@ -120,10 +118,10 @@ def mechanism_part(audit: Audit) -> Part | None:
     )
     notes = _on_tests(section)
     tables = [*questions, *tables]
-    return Part("mechanism", "Mechanism", Sentence(lead), tables, notes, [Line(brief)])
+    return Part("mechanism", "Mechanism", lead, tables, notes, [Line(brief)])
 
 
-def _on_tests(section: Mechanism) -> list[Sentence]:
+def _on_tests(section: Mechanism) -> list[str]:
     notes = [_on_content(section.tests)] if section.tests else []
     if section.detectable is not None:
         notes.append(
@@ -141,7 +139,7 @@ def _on_tests(section: Mechanism) -> list[Sentence]:
             "The naive p is in brackets: a test over tokens as if each were lost by itself. It "
             "rejects harmless bursts nearly always, and no verdict uses it."
         )
-    return [Sentence(note) for note in notes]
+    return notes
 
 
 def _on_content(tests: list[Association]) -> str:
@@ -177,8 +175,8 @@ def queues_part(audit: Audit) -> Part | None:
         ("mean wait", lambda s: seconds(s.seconds / s.n) if s.n else "-"),
     )
     tables = table_of("Stalls", columns, section.stalls)
-    notes = [] if tables else [Sentence("No stall was recorded.")]
-    return Part("queues", "Time and queues", Sentence(lead), tables, notes)
+    notes = [] if tables else ["No stall was recorded."]
+    return Part("queues", "Time and queues", lead, tables, notes)
 
 
 def loss_against_load(audit: Audit) -> Picture | None:
@@ -486,7 +484,7 @@ def weights_part(audit: Audit) -> Part | None:
     ]
     table = Table("What weighting costs", ("quantity", "number"), rows)
     brief = [Line(f"  {section.claim}")]
-    return Part("weights", "Weights", Sentence(lead), [table], brief=brief)
+    return Part("weights", "Weights", lead, [table], brief=brief)
 
 
 def weight_map(audit: Audit) -> Picture | None:

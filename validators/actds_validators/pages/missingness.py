@@ -19,11 +19,10 @@ from actds_validators.audit.result import (
     FeatureRates,
     Lane,
     Missingness,
-    Sample,
     Stratum,
     StratumLoss,
 )
-from actds_validators.pages.answer import SectionOf
+from actds_validators.pages.answer import Part, SectionOf
 from actds_validators.pages.svg import (
     WIDTH,
     FigureData,
@@ -40,9 +39,7 @@ from actds_validators.pages.words import (
     GROUPS,
     MAX_LIST,
     Columns,
-    Part,
     Row,
-    Sentence,
     Table,
     clean,
     count,
@@ -73,13 +70,13 @@ def missingness_part(audit: Audit) -> Part | None:
     )
     whole = counted(section.whole_requests, "request")
     note = f"{whole} lost every computed token. One request is one loss event, however long."
-    notes = [Sentence(note)] if section.whole_requests else []
+    notes = [note] if section.whole_requests else []
     tables = _worst(section) if section.n_strata else []
     ordered, words = worst_first(section.differences), frozenset({0, 1, 7})
     caption = "Largest differences of the lost tokens from all"
     tables += table_of(caption, _DIFFERENCES, ordered, words, brief=(5, MAX_LIST))
     brief = [Line(f"  {note}")] if notes else []
-    return Part("missingness", "Missingness", Sentence(lead + _few(audit)), tables, notes, brief)
+    return Part("missingness", "Missingness", lead + _few(audit), tables, notes, brief)
 
 
 _STRATA: Columns[StratumLoss] = (
@@ -525,7 +522,7 @@ def follow_up_part(audit: Audit) -> Part | None:
         for hook in section.hooks
     ]
     table = Table("Stored rows against all", names, rows, frozenset({0, 3}))
-    return Part("follow-up", "Follow-up of the losses", Sentence(lead), [table])
+    return Part("follow-up", "Follow-up of the losses", lead, [table])
 
 
 def sample_part(audit: Audit) -> Part | None:
@@ -535,9 +532,10 @@ def sample_part(audit: Audit) -> Part | None:
     n = section.n_thinned + section.n_dropped
     lead = (
         f"{count(section.n_stored)} stored rows represent {count(n)} more that were not drawn, "
-        f"each with a known probability of {section.minimum:.3g} at least (by {_by(section)}): "
-        f"weighted by 1/inclusion they are {count(round(section.effective_rows))} effective rows. "
-        "Of each hook, the mean that is known least; intervals hold for all means at once."
+        f"each with a known probability of {section.minimum:.3g} at least (by "
+        f"{' and '.join(section.units)}): weighted by 1/inclusion they are "
+        f"{count(round(section.effective_rows))} effective rows. Of each hook, the mean that is "
+        "known least; intervals hold for all means at once."
     )
     names = ("hook", "means", "rows", "known least", "± SD", "plain rows off most", "SD")
     rows = [
@@ -569,13 +567,7 @@ def sample_part(audit: Audit) -> Part | None:
         tables += _feature_tables(features)
         notes.append(_features(features))
     brief = [Line(f"  {note}") for note in notes]
-    return Part(
-        "sample", "Means by design", Sentence(lead), tables, list(map(Sentence, notes)), brief
-    )
-
-
-def _by(section: Sample) -> str:
-    return " and ".join(section.units)
+    return Part("sample", "Means by design", lead, tables, notes, brief)
 
 
 _EFFICIENCY: Columns[Efficiency] = (

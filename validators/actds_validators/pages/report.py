@@ -11,17 +11,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from actds.text import Line, counted, format_nbytes
 from actds_validators.audit.place import LEVELS, TITLES, Level, Place
-from actds_validators.audit.result import Accounting, Audit, Limits, Number, Options
+from actds_validators.audit.result import Accounting, Audit, Limits, Options
 from actds_validators.pages import accounting, mechanism, missingness
 from actds_validators.pages.answer import (
     AnswerPage,
+    Part,
     SectionOf,
-    Shown,
     brief_lines,
     cleaned,
     dataset_facts,
@@ -34,10 +34,8 @@ from actds_validators.pages.words import (
     LOOKS,
     Fact,
     Look,
-    Part,
     Row,
     Sentence,
-    State,
     Table,
     against,
     count,
@@ -205,7 +203,7 @@ def places_part(audit: Audit) -> Part | None:
         "they pass. A bias is that of a mean over rows, in standard deviations: up to, for any "
         "mean there is; about, as estimated."
     )
-    return Part("places", "Seven places", Sentence(lead), [table])
+    return Part("places", "Seven places", lead, [table])
 
 
 def biases(audit: Audit) -> list[Fact]:
@@ -280,19 +278,18 @@ def check_part(audit: Audit) -> Part:
     verdict = audit.verdict
     numbers = [verdict.deciding, *(n for n in verdict.numbers if n != verdict.deciding)]
     some, more = first(numbers)
-    rows = [_row(n, state_of(n, verdict.level), deciding=n is verdict.deciding) for n in some]
+    rows = []
+    for n in some:
+        state, mark = state_of(n, verdict.level), ", decided" if n is verdict.deciding else ""
+        words = f"{state.mark} {state.words}{mark}"
+        rows.append(Row((n.name, measured(n.value, n.unit), limit_of(n), words), state.tone))
     table = Table("Every number with its limit", ("number", "value", "limit", ""), rows,
                   frozenset({0, 3}), more, narrow=True)  # fmt: skip
     lead = (
         "The first number decided the verdict. SD is the standard deviation over all computed "
         "tokens."
     )
-    return Part("checks", "Checks", Sentence(lead), [table])
-
-
-def _row(n: Number, state: State, *, deciding: bool) -> Row:
-    words = f"{state.mark} {state.words}" + (", decided" if deciding else "")
-    return Row((n.name, measured(n.value, n.unit), limit_of(n), words), state.tone)
+    return Part("checks", "Checks", lead, [table])
 
 
 def evidence_part(audit: Audit) -> Part | None:
@@ -311,8 +308,8 @@ def evidence_part(audit: Audit) -> Part | None:
         "limits of the evidence, not faults of the data."
     )
     brief = [Line(f"  - {note}", "dim") for note in notes]
-    evidence = [*map(Sentence, notes)]
-    return Part("evidence", "Limits of the evidence", Sentence(lead), (), evidence, brief)
+    evidence = notes
+    return Part("evidence", "Limits of the evidence", lead, (), evidence, brief)
 
 
 def settings_part(audit: Audit) -> Part:
@@ -340,7 +337,7 @@ def settings_part(audit: Audit) -> Part:
         Table("Options", ("", ""), _options(audit.options), words),
         Table("Settings", ("setting", "value", "meaning"), limits, frozenset({0, 2})),
     ]
-    return Part("settings", "Settings and digests", Sentence(lead), tables)
+    return Part("settings", "Settings and digests", lead, tables)
 
 
 def _options(options: Options) -> list[Row]:
@@ -399,15 +396,15 @@ def render(audit: Audit, about: About | None = None) -> str:
     )
 
 
-def _shown(audit: Audit) -> list[Shown]:
+def _shown(audit: Audit) -> list[Part]:
     return [
-        Shown(part, [p for draw in section.charts if (p := draw(audit)) is not None])
+        replace(part, pictures=[p for draw in section.charts if (p := draw(audit)) is not None])
         for section in SECTIONS
         if (part := section.part(audit)) is not None
     ]
 
 
-def _absent(audit: Audit) -> list[tuple[str, Sentence]]:
+def _absent(audit: Audit) -> list[tuple[str, str]]:
     reasons: dict[str, list[str]] = {}
     for section in SECTIONS:
         if section.title and section.part(audit) is None:
@@ -417,7 +414,7 @@ def _absent(audit: Audit) -> list[tuple[str, Sentence]]:
             elif section.of_losses:
                 why = _without_losses(section.title, audit.accounting) or why
             reasons.setdefault(why, []).append(section.title)
-    return [(", ".join(titles), Sentence(f"{why}.")) for why, titles in reasons.items()]
+    return [(", ".join(titles), f"{why}.") for why, titles in reasons.items()]
 
 
 def _without_losses(title: str, account: Accounting) -> str:
@@ -533,7 +530,7 @@ def render_index(entries: Sequence[Entry], command: str) -> str:
         boxes=_counts(entries),
         next_steps=_first_steps(entries),
         facts=[("Command", command)],
-        sections=[Shown(_table(entries))],
+        sections=[_table(entries)],
     ).html()
 
 
@@ -568,7 +565,7 @@ def _table(entries: Sequence[Entry]) -> Part:
         "A dataset is decided at the worst of the seven places between its source and a batch; "
         "a bias is in standard deviations. Each valid dataset links to its own page."
     )
-    return Part("datasets", "Datasets", Sentence(lead), [table])
+    return Part("datasets", "Datasets", lead, [table])
 
 
 def _dataset_row(entry: Entry) -> Row:

@@ -286,11 +286,11 @@ def _share(value: float, around: tuple[float, float]) -> float:
     return min(1.0, max(0.0, (value / 2 - low / 2) / width)) if width > 0 else 0.0
 
 
-def span(values: Sequence[float], *, zero: bool = True, pad: float = 0.06) -> tuple[float, float]:
+def span(values: Sequence[float], *, zero: bool = True) -> tuple[float, float]:
     """Return a range that holds the values with some room, and zero where asked."""
     ends = [*values, 0.0] if zero or not values else list(values)
     low, high = min(ends), max(ends)
-    room = (high - low) * pad or abs(high) * pad or 1.0
+    room = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
     return (low if zero and low == 0 else low - room, high if zero and high == 0 else high + room)
 
 

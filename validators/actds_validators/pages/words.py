@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from actds.text import Line, Style, printable
+from actds.text import Style, printable
 from actds_validators.audit.result import BOUND, EVIDENCE, Estimate, Level, Must, Number
 
 Tone = Literal["", "good", "bad", "warn", "dim"]
@@ -240,18 +240,6 @@ class Table:
         return 0 if self.narrow or n < 4 else 560 if n < 6 else 720 if n < 8 else 860
 
 
-@dataclass(frozen=True)
-class Part:
-    """The words and tables of a section; a terminal has ``brief`` in place of lead and notes."""
-
-    name: str
-    title: str
-    lead: Sentence
-    tables: Sequence[Table] = ()
-    notes: Sequence[Sentence] = field(default_factory=list)
-    brief: Sequence[Line] = ()
-
-
 def first(items: Sequence[T], room: int = MAX_ROWS) -> tuple[list[T], str]:
     """Return the first items and a sentence on those left out, empty when none is."""
     left = len(items) - room
@@ -272,9 +260,10 @@ def table_of(
     tone: Callable[[T], Tone] = lambda item: "",
     note: Callable[[T], str] = lambda item: "",
     brief: tuple[int, int] | None = None,
+    narrow: bool = False,
 ) -> list[Table]:
     """Return the table of the first items, a row each; nothing without one."""
     some, more = first(items, room)
     rows = [Row(tuple(say(item) for _, say in columns), tone(item), note(item)) for item in some]
     head = tuple(name for name, _ in columns)
-    return [Table(caption, head, rows, left, more, brief=brief)] if rows else []
+    return [Table(caption, head, rows, left, more, narrow, brief)] if rows else []

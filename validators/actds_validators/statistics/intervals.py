@@ -22,6 +22,8 @@ BLOCK_TIMES = 10.0
 """Length of a block in correlation times of the loss: the interval is then 5 % too short at most
 for correlations that fall exponentially."""
 
+CONFIDENCE = 0.95
+"""Of the intervals that are made; `Interval.at` makes others of them."""
 _DRAWS_AT_ONCE = 250
 Statistic = Callable[[Floats], Floats]
 """Sums ``(k, ...)`` to values ``(...)``; NaN where it is undefined, without a warning."""
@@ -115,7 +117,7 @@ def block_sums(values: ArrayLike, labels: Ints, n_blocks: int) -> Floats:
     return np.asarray(np.add.reduceat(array, starts, axis=-1), np.float64)
 
 
-def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -> Interval | None:
+def jackknife(sums: ArrayLike, statistic: Statistic) -> Interval | None:
     """Return a statistic of sums over blocks with its interval; None where it has none.
 
     Delete-one-block jackknife: ``error² = (n-1)/n sum (t_i - mean t)²`` over the values without
@@ -134,22 +136,19 @@ def jackknife(sums: ArrayLike, statistic: Statistic, confidence: float = 0.95) -
     array = as_floats(sums, "sums")
     if array.ndim != 2:
         raise ValueError(f"sums have shape {array.shape}; expected (k, n_blocks)")
-    return jackknife_many(array[:, np.newaxis], statistic, confidence)[0]
+    return jackknife_many(array[:, np.newaxis], statistic)[0]
 
 
-def jackknife_many(
-    sums: ArrayLike, statistic: Statistic, confidence: float = 0.95
-) -> list[Interval | None]:
+def jackknife_many(sums: ArrayLike, statistic: Statistic) -> list[Interval | None]:
     """Return `jackknife` of each covariate.
 
     Args:
         sums: ``(k, n_covariates, n_blocks)``.
     """
-    _half(0.0, 1.0, confidence)
     value, without = replicates(sums, statistic)
     if without.shape[1] < 2:
         return [None] * len(value)
-    return from_replicates(value, without, confidence)
+    return from_replicates(value, without)
 
 
 def replicates(sums: ArrayLike, statistic: Statistic) -> tuple[Floats, Floats]:
@@ -200,9 +199,7 @@ def joint_confidence(
     return max(confidence, float(2 * special.ndtr(c) - 1))
 
 
-def from_replicates(
-    value: ArrayLike, without: ArrayLike, confidence: float = 0.95
-) -> list[Interval | None]:
+def from_replicates(value: ArrayLike, without: ArrayLike) -> list[Interval | None]:
     """Return the jackknife's interval of each value, given the values without each block.
 
     For statistics that are more than a function of sums, as weights that are made anew without
@@ -217,7 +214,6 @@ def from_replicates(
             f"values have shape {values.shape} and {replicated.shape}; expected (n,) and "
             "(n, n_blocks)"
         )
-    _half(0.0, 1.0, confidence)
     n = replicated.shape[1]
     good = np.isfinite(values) & np.isfinite(replicated).all(axis=1)
     results: list[Interval | None] = []
@@ -231,9 +227,9 @@ def from_replicates(
         fourth = float(((about / np.abs(about).max()) ** 4).sum()) if squares > 0 else 0.0
         spread = squares / float(np.abs(about).max()) ** 2 if squares > 0 else 0.0
         freedom = max(1.0, min(n - 1.0, 3 * spread**2 / fourth - 1)) if fourth > 0 else n - 1.0
-        half = _half(error, freedom, confidence)
+        half = _half(error, freedom, CONFIDENCE)
         at = float(values[c])
-        results.append(Interval(at, at - half, at + half, error, n, freedom, confidence))
+        results.append(Interval(at, at - half, at + half, error, n, freedom, CONFIDENCE))
     return results
 
 

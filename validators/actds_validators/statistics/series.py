@@ -425,41 +425,34 @@ def lag_correlation(
 
 
 def isotonic(values: ArrayLike, weights: ArrayLike) -> Floats:
-    """Return the increasing sequence nearest to values in weighted least squares.
+    """Return the increasing sequence nearest to values in weighted least squares ``(g,)``.
 
     By the max-min formula ``fit_i = max_{a<=i} min_{b>=i} mean(a..b)`` (Robertson, Wright &
-    Dykstra 1988, theorem 1.4.4), which equals the result of pooling adjacent violators and, unlike
-    it, is free of branches: many sequences at once. Time and memory grow with the square of g.
+    Dykstra 1988, theorem 1.4.4), which equals the result of pooling adjacent violators. Time and
+    memory grow with the square of g.
 
     Args:
-        values: ``(..., g)``.
-        weights: ``(g,)`` or as values, above 0.
+        weights: ``(g,)``, above 0.
     """
     y = as_floats(values, "values")
-    w = np.broadcast_to(as_floats(weights, "weights"), y.shape)
+    w = as_floats(weights, "weights", y.shape)
     if np.any(w <= 0):
         raise ValueError("a weight is not above 0")
-    g = y.shape[-1]
-    nothing = np.zeros((*y.shape[:-1], 1))
-    sums = np.concatenate([nothing, np.cumsum(w * y, axis=-1)], axis=-1)
-    mass = np.concatenate([nothing, np.cumsum(w, axis=-1)], axis=-1)
-    # lowest[a, ..., i]: the least mean of a..b over b >= i.
-    lowest = np.full((g, *y.shape), -np.inf)
-    for a in range(g):
-        means = (sums[..., a + 1 :] - sums[..., a : a + 1]) / (
-            mass[..., a + 1 :] - mass[..., a : a + 1]
-        )
-        lowest[a, ..., a:] = np.minimum.accumulate(means[..., ::-1], axis=-1)[..., ::-1]
-    # The mean over b >= i of a stretch that begins after i does not count (-inf above).
+    sums, mass = (np.concatenate([[0.0], np.cumsum(v)]) for v in (w * y, w))
+    # The mean of a stretch that ends before it begins does not count, nor does one after i.
+    means = np.full((len(y), len(y)), -np.inf)
+    some = np.triu_indices(len(y))
+    means[some] = (sums[1:] - sums[:-1, None])[some] / (mass[1:] - mass[:-1, None])[some]
+    lowest = np.minimum.accumulate(means[:, ::-1], axis=1)[:, ::-1]  # over b >= i
     return np.asarray(lowest.max(axis=0), np.float64)
 
 
-def load_groups(load: ArrayLike, n_groups: int = 10) -> Ints:
-    """Return the quantile group of each step, from 0; equal edges fall together."""
+def load_groups(load: ArrayLike) -> Ints:
+    """Return the decile of each step, from 0; equal edges fall together."""
     x = as_floats(load, "load")
-    if not len(x) or n_groups < 1:
-        raise ValueError(f"{len(x)} steps in {n_groups} groups; expected at least one of each")
-    edges = np.unique(np.quantile(x, np.linspace(0, 1, n_groups + 1)[1:-1]))
+    if not len(x):
+        raise ValueError("no step; expected at least one")
+    edges = np.unique(np.quantile(x, np.linspace(0, 1, 11)[1:-1]))
     # A group is (edge, next edge]; renumbered, for an edge may be the least or the greatest value.
     group = np.searchsorted(edges, x, side="left")
     return np.unique(group, return_inverse=True)[1].astype(np.int64)

@@ -158,17 +158,14 @@ def prior_strength(n: ArrayLike, n_lost: ArrayLike) -> float:
     return math.inf if rho <= 0 else max(0.0, 1 / rho - 1)
 
 
-def shrunken_rates(
-    n: ArrayLike, n_lost: ArrayLike, strength: float | None = None, toward: ArrayLike | None = None
-) -> Floats:
+def shrunken_rates(n: ArrayLike, n_lost: ArrayLike, toward: ArrayLike | None = None) -> Floats:
     """Return the loss rate of each cell, drawn to a common rate.
 
     ``(n_lost + strength r̄) / (n + strength)``: the posterior mean of a beta-binomial model
-    (empirical Bayes, Robbins 1956; Morris 1983), with `prior_strength` by default. A cell without a
-    token has the common rate.
+    (empirical Bayes, Robbins 1956; Morris 1983), with `prior_strength`. A cell without a token has
+    the common rate.
 
     Args:
-        strength: tokens that the common rate counts for, at least 0, may be infinite.
         toward: the common rates, of a shape that fits; that of all cells by default.
     """
     count, lost_tokens = _counts(n, n_lost)
@@ -178,11 +175,8 @@ def shrunken_rates(
     if np.any((common < 0) | (common > 1)):
         raise ValueError("rates to draw toward must lie in [0, 1]")
     shrunken = np.broadcast_to(common, count.shape).astype(np.float64)
-    if strength is None:
-        flat = toward is None
-        strength = prior_strength(*((c.ravel() if flat else c) for c in (count, lost_tokens)))
-    if not strength >= 0:
-        raise ValueError(f"strength is {strength}; expected at least 0")
+    flat = toward is None
+    strength = prior_strength(*((c.ravel() if flat else c) for c in (count, lost_tokens)))
     if math.isinf(strength):
         return shrunken
     mass = count + strength

@@ -19,24 +19,9 @@ from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.result import Limits
 from actds_studies.regimes.strata import COUNT, GroupSums, Part
 from actds_validators.arrays import Bools, Floats, Ints, Rows
+from actds_validators.dictionaries import Dictionary
 from actds_validators.dictionaries.tensors import refused
 from actds_validators.statistics.intervals import Scale
-
-
-class Dictionary(Protocol):
-    """A dictionary of features, as a sparse autoencoder."""
-
-    def encode(self, rows: Rows) -> Rows:
-        """Return the features ``(n, n_features)`` of rows ``(n, d_model)``."""
-        ...
-
-    def decode(self, features: Rows, rows: Rows | None = None) -> Rows:
-        """Return rows ``(n, d_model)``; ``rows``, whose features they are, undo a normalization."""
-        ...
-
-    def frame(self, rows: Rows) -> tuple[Rows, Rows]:
-        """Return what a normalization takes off each row and divides it by, 0 and 1, ``(n, 1)``."""
-        ...
 
 
 class Remembered:
@@ -358,7 +343,7 @@ class Numerics:
 
     name = "numerics"
 
-    def __init__(self, dictionary: Dictionary | None = None) -> None:
+    def __init__(self, dictionary: Dictionary | Remembered | None = None) -> None:
         self._dictionary = dictionary
         self.width = 0
 

@@ -14,7 +14,7 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from actds_studies.regimes.inference import Measure
 from actds_studies.regimes.instruments import (
-    Dictionary,
+    Remembered,
     difference,
     events,
     log_of,
@@ -25,6 +25,7 @@ from actds_studies.regimes.instruments import (
 from actds_studies.regimes.result import Limits
 from actds_studies.regimes.strata import COUNT, GroupSums, Part
 from actds_validators.arrays import Bools, Floats, Ints, Rows
+from actds_validators.dictionaries import Dictionary
 
 OfRates = Callable[[Floats, Floats], float]
 TOPS = (50, 200, 1000)
@@ -46,7 +47,7 @@ class Overlap:
 
     name = "overlap"
 
-    def __init__(self, dictionary: Dictionary, tops: tuple[int, ...] = TOPS) -> None:
+    def __init__(self, dictionary: Dictionary | Remembered, tops: tuple[int, ...] = TOPS) -> None:
         self._dictionary = dictionary
         self._tops = tops
         self.width = 0
@@ -167,7 +168,7 @@ class Reconstruction:
 
     name = "dictionary"
 
-    def __init__(self, dictionary: Dictionary, turned: Ints | None = None) -> None:
+    def __init__(self, dictionary: Dictionary | Remembered, turned: Ints | None = None) -> None:
         self._dictionary = dictionary
         self._turned = turned
         self.width = 0
