@@ -248,14 +248,19 @@ class Catalog:
         return record is not None and HOOK_CHOICES in record.fields
 
     def row_sets(self, run: str) -> list[tuple[list[str], list[Shard]]]:
-        """Return hooks with the shards that hold them, one entry per distinct set of shards.
+        """Return hooks with the shards whose rows they have to account for, each set by itself.
 
         Usually one entry: all hooks in all shards. Stages of a pipeline write shards of disjoint
-        hooks, and then every hook has to account for every row by itself.
+        hooks, and then every hook has to account for every row by itself. Where requests choose
+        hooks, each row is in one shard, and all shards account for all rows together.
         """
+        if self.has_choices(run):
+            return [([hook.name for hook in self.genesis.hooks], self.shards_of(run))]
+        return self.shards_by_hooks(run)
+
+    def shards_by_hooks(self, run: str) -> list[tuple[list[str], list[Shard]]]:
+        """Return hooks with the shards that hold them, one entry per distinct set of shards."""
         shards = self.shards_of(run)
-        if self.has_choices(run):  # each row is in one shard, with the hooks of its request
-            return [([hook.name for hook in self.genesis.hooks], shards)]
         hook_sets = [frozenset(shard.hooks) for shard in shards]
         sets: dict[tuple[str, ...], tuple[list[str], list[Shard]]] = {}
         for hook in self.genesis.hooks:

@@ -6,10 +6,12 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import actds
-from actds.dataset.reading import read_genesis
+from actds.dataset.reading import read_catalog, read_genesis
+from actds.explore.requests import token_sequences
 from actds.format.readouts import Readouts
 from actds.format.shard import HOOK_CHOICES
 from actds.rewrite.recompression import recompress
@@ -21,6 +23,7 @@ from actds_testing.schedules import simulate, table_of
 from actds_testing.synthetic import make_dataset
 from actds_validators.gate import check
 from actds_writers.census.process import end_writer_chain
+from actds_writers.harvest.canary import Pair, compare
 
 CHOSEN = "resid_post.1"
 OTHER = "resid_post.0"
@@ -101,6 +104,25 @@ def test_what_writes_a_dataset_again_keeps_the_choice(
     for hook, rows in before.items():
         left = {key: row for key, row in rows.items() if key[0] not in (0, 1)}
         assert rows_of(tmp_path / "shuffled", hook) == left
+
+
+def test_a_replay_is_compared_at_the_hooks_that_each_row_has(datasets: tuple[Path, Path]) -> None:
+    chosen, whole = datasets
+    sequences = token_sequences(actds.open(whole))
+    pairs = [Pair(s.run, s.request, s.run, s.request, s.token_id) for s in sequences]
+    lines: list[pa.Table] = []
+    compared = compare(*map(read_catalog, map(open_store, datasets)), pairs, keep=lines.append)
+    assert (compared.n_foreign, compared.n_unreplayed, compared.p99) == (0, 0, 0.0)
+    table = pa.concat_tables(lines)
+    of_hooks = {hook: set[tuple[int, int]]() for hook in (CHOSEN, OTHER)}
+    for line in table.to_pylist():
+        of_hooks[line["hook"]].add((line["request"], line["position"]))
+    owned = {key for key in of_hooks[CHOSEN] if key in rows_of(chosen, CHOSEN)}
+    assert owned == rows_of(chosen, CHOSEN).keys()
+    assert {key for key in of_hooks[OTHER] if key in rows_of(whole, OTHER)} == {
+        key for key in owned if key[0] % 3
+    }
+    assert compared.n_rows == len(of_hooks[CHOSEN])
 
 
 def test_recovery_knows_how_far_the_rows_of_each_choice_were_committed(tmp_path: Path) -> None:

@@ -152,14 +152,13 @@ def compare(
         run, again_run = some[0].run, some[0].again_run
         places = _Places.of(harvest, replay, some)
         computed = computed_type(harvest, run, replay, again_run)
-        for number, (hooks, shards, again_shards) in enumerate(
-            _row_sets(harvest, run, replay, again_run)
-        ):
+        of_sets = [0]
+        for hooks, shards, again_shards in _row_sets(harvest, run, replay, again_run):
             stored = locate(shards, position_key(places.owner, places.position))
             again = locate(again_shards, position_key(places.again, places.position))
             is_stored = stored.shard >= 0  # a prefix-cache hit may name a row that was lost
             is_replayed = is_stored & (again.shard >= 0)
-            n_rows += 0 if number else int(is_replayed.sum())
+            of_sets.append(int(is_replayed.sum()))
             n_unreplayed += int((is_stored & ~is_replayed).sum())
             wrong = is_replayed & (stored.token_id != places.token_id)
             after = _after(places.request, places.position, wrong)
@@ -188,6 +187,7 @@ def compare(
                         (run, int(places.request[row]), int(places.position[row]), hook)
                         for row in rows[verdict == "foreign"]
                     ]
+        n_rows += max(of_sets)
     distance = np.concatenate(apart)
     median, p99 = np.quantile(distance, [0.5, 0.99]) if len(distance) else (math.nan, math.nan)
     first = "{} request {} position {} hook {}".format(*min(foreign)) if foreign else None
@@ -250,8 +250,8 @@ def _groups(pairs: Iterable[Pair], n_positions: int) -> Iterator[list[Pair]]:
 def _row_sets(
     harvest: Catalog, run: str, replay: Catalog, again_run: str
 ) -> Iterator[tuple[list[str], list[Shard], list[Shard]]]:
-    theirs = replay.row_sets(again_run)
-    for hooks, shards in harvest.row_sets(run):
+    theirs = replay.shards_by_hooks(again_run)
+    for hooks, shards in harvest.shards_by_hooks(run):
         for again_hooks, again_shards in theirs:
             common = [hook for hook in hooks if hook in again_hooks]
             if common and shards and again_shards:
