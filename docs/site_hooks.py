@@ -37,6 +37,7 @@ SOURCES = (
     "examples/*/README.md",
     "examples/*/*.svg",
     "examples/deploy/*.yaml",
+    "examples/deploy/*.sbatch",
     "examples/*.ipynb",
 )
 API_PAGE = "docs/api.md"
