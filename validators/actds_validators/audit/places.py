@@ -312,12 +312,10 @@ def _rules(audited: Audited) -> Place:
             f"{_reasons(account, 'filtered')}."
         ]
     if n_lacking:
-        lacks = share(n_lacking, account.captured)
-        words += [f"{lacks} of the rows have no {hook}: their requests chose other hooks"]
-        sentences += [
-            f"{n_lacking:,} of {counted(account.captured, 'row')} ({lacks}) have no {hook}: their "
-            "requests chose other hooks."
-        ]
+        lacks, why = share(n_lacking, account.captured), "their requests chose other hooks"
+        words += [f"{lacks} of the rows have no {hook}: {why}"]
+        rows = counted(account.captured, "row")
+        sentences += [f"{n_lacking:,} of {rows} ({lacks}) have no {hook}: {why}."]
     reasons = [s.reason or "" for s in account.waterfall if s.name == "filtered"]
     chosen = not any(reason.startswith(UNSUPPORTED) for reason in reasons)
     to_do = [
