@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +11,20 @@ import pyarrow as pa
 import pytest
 
 import actds
+from actds.dataset.info import describe, missing
 from actds.dataset.reading import read_catalog, read_genesis
+from actds.errors import ActdsError
 from actds.explore.requests import token_sequences
+from actds.format import tables
 from actds.format.readouts import Readouts
 from actds.format.shard import HOOK_CHOICES
 from actds.rewrite.recompression import recompress
 from actds.rewrite.redaction import redact
 from actds.rewrite.shuffling import shuffle
 from actds.store import open_store
+from actds.text import share
+from actds_studies.regimes.api import ArmWords
+from actds_studies.stability.rows import open_arm
 from actds_testing.harvest import validated
 from actds_testing.schedules import simulate, table_of
 from actds_testing.synthetic import make_dataset
@@ -27,6 +34,7 @@ from actds_writers.harvest.canary import Pair, compare
 
 CHOSEN = "resid_post.1"
 OTHER = "resid_post.0"
+FACTS = {HOOK_CHOICES: f'[["{CHOSEN}"]]'}
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +46,9 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for line in requests[::3]:
         line["hooks"] = CHOSEN
     chosen = schedule.with_(requests=table_of("requests", requests))
-    facts = {HOOK_CHOICES: f'[["{CHOSEN}"]]'}
     readouts = Readouts(2, seed=4)
     return (
-        make_dataset(folder / "chosen", schedule=chosen, facts=facts, readouts=readouts),
+        make_dataset(folder / "chosen", schedule=chosen, facts=FACTS, readouts=readouts),
         make_dataset(folder / "whole", schedule=schedule, readouts=readouts),
     )
 
@@ -131,8 +138,7 @@ def test_recovery_knows_how_far_the_rows_of_each_choice_were_committed(tmp_path:
     for line in requests[::3]:
         line["hooks"] = CHOSEN
     schedule = schedule.with_(requests=table_of("requests", requests))
-    facts = {HOOK_CHOICES: f'[["{CHOSEN}"]]'}
-    path = make_dataset(tmp_path / "acts", schedule=schedule, facts=facts, sealed=False)
+    path = make_dataset(tmp_path / "acts", schedule=schedule, facts=FACTS, sealed=False)
     store = open_store(path)
     ended = end_writer_chain(store, read_genesis(store).dataset, "r-synthetic")
     wanted: dict[tuple[str, tuple[str, ...] | None], int] = {}
@@ -140,3 +146,132 @@ def test_recovery_knows_how_far_the_rows_of_each_choice_were_committed(tmp_path:
         lot = row["phase"], None if row["request"] % 3 else (CHOSEN,)
         wanted[lot] = max(wanted.get(lot, -1), row["step"])
     assert ended is not None and ended.acknowledged == wanted and len(wanted) == 4
+
+
+def origins_of(source: Path, requests: list[dict[str, object]]) -> pa.Table:
+    """Return the origins of a replay whose requests have the numbers of the source's."""
+    dataset, n = actds.open(source), len(requests)
+    columns = {
+        "source_dataset": [dataset.catalog.genesis.dataset] * n,
+        "source_seal": [dataset.digest] * n,
+        "source_run": ["r-synthetic"] * n,
+        "n_given": [line["prompt_len"] for line in requests],
+    }
+    numbers = [line["request"] for line in requests]
+    return table("origins", {"request": numbers, "source_request": numbers, **columns})
+
+
+def table(name: tables.TableName, columns: dict[str, object]) -> pa.Table:
+    return tables.build(name, {field: columns[field] for field in tables.SCHEMAS[name].names})
+
+
+@pytest.mark.filterwarnings("ignore:.*chose other hooks")
+@pytest.mark.parametrize("weights", [None, "multiplicity"])
+def test_a_replay_has_the_rows_of_hooks_that_requests_did_not_choose(
+    datasets: tuple[Path, Path], tmp_path: Path, weights: str | None
+) -> None:
+    chosen, whole = datasets
+    schedule = simulate(30, 3)
+    origins = origins_of(chosen, schedule.requests.to_pylist())
+    facts = {"replay.only": "all", "replay.seed": 0, "replay.fraction": "1"}
+    options = {"seed": 7, "run": "r-again", "origins": origins, "facts": facts}
+    replay = make_dataset(tmp_path / "again", schedule=schedule, **options)
+    for hooks in (CHOSEN, OTHER, [CHOSEN, OTHER]):
+        times = [
+            Counter(
+                (int(r), int(p))
+                for _, columns in actds.Loader(
+                    source, hooks, batch=1, weights=weights, epochs=1, drop_last=False,
+                    provenance=["request", "position"], once=once,
+                )
+                for r, p in zip(columns["request"], columns["position"], strict=True)
+            )
+            for source, once in ((whole, False), ([chosen, replay], True))
+        ]  # fmt: skip
+        assert times[0] == times[1]
+
+
+def test_the_tokens_of_a_request_are_known_at_a_hook_that_it_did_not_choose(
+    tmp_path: Path,
+) -> None:
+    schedule = simulate(30, 3)
+    requests = schedule.requests.to_pylist()
+    for line in requests[::3]:
+        line["hooks"] = CHOSEN
+    paths = [
+        make_dataset(tmp_path / name, schedule=told, facts=facts)
+        for name, told, facts in (
+            ("chosen", schedule.with_(requests=table_of("requests", requests)), FACTS),
+            ("whole", schedule, {}),
+        )
+    ]
+    chosen, whole = map(actds.open, paths)
+    for number in range(30):
+        rows, every = (dataset.request(number, hook=OTHER) for dataset in (chosen, whole))
+        np.testing.assert_array_equal(rows.token_id, every.token_id)
+        has_row = (every.row >= 0) & (every.owner % 3 > 0)
+        np.testing.assert_array_equal(rows.row >= 0, has_row)
+
+
+@pytest.fixture(scope="module")
+def lacking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a dataset in which all requests chose one hook."""
+    folder = tmp_path_factory.mktemp("lacking")
+    schedule = simulate(30, 3)
+    requests = [{**line, "hooks": CHOSEN} for line in schedule.requests.to_pylist()]
+    told = schedule.with_(requests=table_of("requests", requests))
+    return make_dataset(folder / "acts", schedule=told, facts=FACTS)
+
+
+def test_a_hook_that_no_request_chose_is_refused_by_its_name(
+    datasets: tuple[Path, Path], lacking: Path
+) -> None:
+    arm = ArmWords("A", str(lacking))
+    for read in (
+        lambda: actds.Loader(lacking, OTHER, batch=1),
+        lambda: actds.Loader(lacking, batch=1),
+        lambda: actds.pool(lacking, OTHER, by="request"),
+        lambda: open_arm(arm, actds.open(lacking), OTHER, 0.2),
+    ):
+        with pytest.raises(ActdsError, match=f"no row of .* that has {OTHER}") as caught:
+            read()
+        assert caught.value.code == "E014"
+    with pytest.raises(ActdsError, match="no row with a partner"):
+        actds.Loader(datasets[1], OTHER, batch=1, paired={"other": lacking})
+    assert "Hooks" in actds.view(lacking, hook=CHOSEN, stats=True).html
+
+
+def test_rows_are_counted_once_whatever_hooks_they_have(
+    datasets: tuple[Path, Path], tmp_path: Path
+) -> None:
+    chosen, whole = map(actds.open, datasets)
+    n, n_lacking = whole.n_rows, whole.n_rows - len(rows_of(datasets[0], OTHER))
+    assert chosen.n_rows == n and n_lacking > 0
+    words = [line.text for line in missing(describe(chosen.catalog))]
+    assert [text for text in words if "chose other hooks" in text] == [
+        f"  {n_lacking:,} rows ({share(n_lacking, n)}) without {OTHER}: their requests chose "
+        "other hooks"
+    ]
+    for run in ("r-first", "r-second"):  # the same numbers and positions
+        make_dataset(tmp_path / "twice", run=run, sealed=run == "r-second")
+    twice = actds.open(tmp_path / "twice")
+    assert twice.seal is not None
+    assert sum(describe(twice.catalog).phases.values()) == twice.n_rows == twice.seal.totals["rows"]
+
+
+def test_a_replay_counts_each_position_once(tmp_path: Path) -> None:
+    schedule = simulate(12, 3)
+    requests = schedule.requests.to_pylist()
+    for line in requests:
+        line["hooks"] = (CHOSEN, OTHER)[line["request"] % 2]
+    told = schedule.with_(requests=table_of("requests", requests))
+    facts = {HOOK_CHOICES: f'[["{OTHER}"],["{CHOSEN}"]]'}
+    paths = [
+        make_dataset(tmp_path / "chosen", schedule=told, facts=facts),
+        make_dataset(tmp_path / "whole", schedule=schedule),
+    ]
+    sequences = token_sequences(actds.open(paths[1]))
+    pairs = [Pair(s.run, s.request, s.run, s.request, s.token_id) for s in sequences]
+    compared = compare(*map(read_catalog, map(open_store, paths)), pairs)
+    whole = compare(*[read_catalog(open_store(paths[1]))] * 2, pairs)
+    assert (compared.n_rows, compared.n_unreplayed) == (whole.n_rows, 0)
