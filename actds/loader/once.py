@@ -291,13 +291,13 @@ def _further(
         zip(origins["source_dataset"].to_pylist(), origins["source_run"].to_pylist(), strict=True)
     )
     ranges = RowRanges.of(catalog, run, hooks=sources.hooks)
-    rows, length = ranges.row, ranges.length
     request, position = split_key(ranges.start)
     line = Index(origins["request"].to_numpy()).of(request)
     replayed, counts = line >= 0, np.ones(len(line), np.bool_)
     if served and chosen.split is not None:  # the positions of its requests, whoever has the rows
         counts = np.isin(request, chosen.requests_of(run))
-    rows, length, line, counts = rows[replayed], length[replayed], line[replayed], counts[replayed]
+    rows, length = ranges.row[replayed], ranges.length[replayed]
+    line, counts = line[replayed], counts[replayed]
     requests = origins["source_request"].to_numpy().astype(np.int64)
     start = position_key(requests[line], position[replayed])
     positions, further = [], []

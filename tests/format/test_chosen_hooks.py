@@ -99,6 +99,26 @@ def test_a_check_says_of_which_hook_rows_lack(datasets: tuple[Path, Path]) -> No
         assert (OTHER in rules.headline) == (path == chosen)
 
 
+def test_a_check_counts_what_was_served_from_rows_of_other_hooks(tmp_path: Path) -> None:
+    schedule = simulate(60, 3)
+    requests, spans = schedule.requests.to_pylist(), schedule.spans.to_pylist()
+    owners = {span["ref_request"] for span in spans if span["disposition"] == "cache_ref"}
+    for line in requests:
+        line["hooks"] = CHOSEN if line["request"] in owners else None
+    told = schedule.with_(requests=table_of("requests", requests))
+    path = make_dataset(tmp_path / "acts", schedule=told, facts=FACTS)
+    dataset, n_lacking, n = actds.open(path), 0, 0
+    for number in range(60):
+        rows, chosen = (dataset.request(number, hook=hook) for hook in (OTHER, CHOSEN))
+        n_lacking += int(((rows.row < 0) & (chosen.row >= 0)).sum())
+        n += int((rows.disposition != "undelivered").sum())
+    assert n_lacking > dataset.n_rows - len(dataset.array(OTHER)) > 0
+    audited = check(path).audit
+    assert audited is not None
+    (rules,) = (place for place in audited.result.places if place.name == "rules")
+    assert f"{n_lacking:,} of {n:,} positions ({share(n_lacking, n)})" in rules.sentence
+
+
 def test_what_writes_a_dataset_again_keeps_the_choice(
     datasets: tuple[Path, Path], tmp_path: Path
 ) -> None:
