@@ -645,8 +645,6 @@ def _select_shards(
         raise bad("phase", repr(phase), f"None or one of {', '.join(tables.PHASES)}")
     wanted = {hook.name for hook in hooks}
     of_phase = [shard for shard in dataset.shards if phase in (None, shard.phase)]
-    if not of_phase:
-        raise bad("phase", f"no {phase or ''} row".replace("  ", " "), "at least one row")
     names, n_others, shards = ", ".join(sorted(wanted)), 0, list[Shard]()
     for shard in of_phase:
         if dataset.catalog.has_choices(shard.run) and not wanted.issubset(shard.hooks):
@@ -655,7 +653,7 @@ def _select_shards(
             shards.append(shard)
     if not shards:
         got = f"no {phase or ''} row of {dataset.path} that has {names}".replace("  ", " ")
-        raise bad("hooks", got, "hooks that a request has, all of them")
+        raise bad("hooks" if of_phase else "phase", got, "at least one row")
     if n_others:
         warnings.warn(
             f"{n_others:,} rows of {dataset.path} have not all of {names}: their requests chose "

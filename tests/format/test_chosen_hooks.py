@@ -24,10 +24,12 @@ from actds.rewrite.shuffling import shuffle
 from actds.store import open_store
 from actds.text import share
 from actds_studies.regimes.api import ArmWords
+from actds_studies.regimes.arms import Arm, read_arm
 from actds_studies.stability.rows import open_arm
 from actds_testing.harvest import validated
 from actds_testing.schedules import simulate, table_of
 from actds_testing.synthetic import make_dataset
+from actds_validators.audit.follow_up import follow_up
 from actds_validators.gate import check
 from actds_writers.census.process import end_writer_chain
 from actds_writers.harvest.canary import Pair, compare
@@ -84,7 +86,7 @@ def test_a_loader_reads_rows_that_have_all_its_hooks_and_says_how_many_have_not(
             loader = actds.Loader(chosen, hooks, batch=1, provenance=["request"])
         said = [str(w.message) for w in caught if "chose other hooks" in str(w.message)]
         assert [text.split()[0] for text in said] == ([f"{n_all - n:,}"] if n < n_all else [])
-        assert loader.n_rows == n
+        assert loader.n_rows == n and loader.config["other_hooks"] == n_all - n
         requests = {int(r) for batch in loader for r in batch[1]["request"]}
         assert {r % 3 == 0 for r in requests} == ({True, False} if n == n_all else {False})
 
@@ -183,6 +185,40 @@ def origins_of(source: Path, requests: list[dict[str, object]]) -> pa.Table:
 
 def table(name: tables.TableName, columns: dict[str, object]) -> pa.Table:
     return tables.build(name, {field: columns[field] for field in tables.SCHEMAS[name].names})
+
+
+@pytest.mark.filterwarnings("ignore:.*chose other hooks")
+def test_an_arm_of_a_study_says_how_many_rows_have_other_hooks(datasets: tuple[Path, Path]) -> None:
+    chosen, whole = map(actds.open, datasets)
+    n = whole.n_rows - len(chosen.array(OTHER))
+    assert read_arm(Arm("A", chosen), OTHER).n_apart["of other hooks"] == n > 0
+    assert "of other hooks" not in read_arm(Arm("A", chosen), CHOSEN).n_apart
+
+
+def test_a_follow_up_is_of_hooks_that_all_rows_have(tmp_path: Path) -> None:
+    lossy, whole = simulate(200, 5, drops=True), simulate(200, 5)
+    assert lossy.token_ids == whole.token_ids
+    shares = []
+    for name, choices in (("every", [None]), ("some", [None, CHOSEN]), ("either", [OTHER, CHOSEN])):
+        requests = lossy.requests.to_pylist()
+        for line in requests:
+            line["hooks"] = choices[line["request"] % len(choices)]
+        told = lossy.with_(requests=table_of("requests", requests))
+        facts = {HOOK_CHOICES: f'[["{OTHER}"],["{CHOSEN}"]]'}
+        path = make_dataset(tmp_path / name, schedule=told, facts=facts)
+        facts = {"replay.only": "all", "replay.seed": 0, "replay.fraction": "1"}
+        options = {"origins": origins_of(path, whole.requests.to_pylist()), "facts": facts}
+        out = tmp_path / f"{name}-again"
+        make_dataset(out, schedule=whole, seed=7, run="r-again", **options)
+        catalog = read_catalog(open_store(path))
+        if name == "either":
+            with pytest.raises(ActdsError, match="no hook that all rows have"):
+                follow_up(catalog, str(out))
+            continue
+        result = follow_up(catalog, str(out))
+        assert [of.hook for of in result.hooks] == [OTHER, CHOSEN][name == "some" :]
+        shares.append(result.share)
+    assert shares[0] == shares[1]
 
 
 @pytest.mark.filterwarnings("ignore:.*chose other hooks")

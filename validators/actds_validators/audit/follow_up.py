@@ -179,9 +179,12 @@ def follow_up(catalog: Catalog, place: str) -> FollowUp:
     lost, shared = [pair.lost for pair in pairs], [pair.shared for pair in pairs]
     hooks = {h.name: h.d_model for h in catalog.genesis.hooks}
     hooks = {h.name: h.d_model for h in replay.genesis.hooks if hooks.get(h.name) == h.d_model}
+    for shard in catalog.shards if any(map(catalog.has_choices, drawn)) else ():
+        # What was lost of a hook that some requests did not choose is less than all that was lost.
+        hooks = {hook: d_model for hook, d_model in hooks.items() if hook in shard.hooks}
     n_answered = sum(map(len, lost))
     if not hooks or not n_answered:
-        got = "no hook of the dataset" if not hooks else "no row of a position that lacks one"
+        got = "no hook that all rows have" if not hooks else "no row of a position that lacks one"
         raise _unusable(place, got, "rows of lost positions, at hooks that the dataset has")
     n_missing = sum(positions.n_keys for positions in owed.values())
     compared = Compared(n_missing, design.fraction, sum(d + 1 for d in hooks.values()))
