@@ -487,7 +487,7 @@ def redact_command(
     done = redact(path, requests, labels=known, dependents=dependents)
     n = sum(map(len, done.requests.values()))
     lines = [
-        f"{counted(n, 'request')} redacted: {done.n_rows:,} rows of each hook, "
+        f"{counted(n, 'request')} redacted: {done.n_rows:,} rows, "
         f"{counted(len(done.shards), 'shard')} and {counted(done.n_parts, 'part')} written anew",
         f"files removed {done.n_removed}",
         *(f"made from this dataset: {printable(name)}" for name in done.dependents),

@@ -21,6 +21,7 @@ from actds.format import arrays, tables
 from actds.format.inclusion import INCLUSION, Sample, inclusion_of_rows, is_drawn_from
 from actds.format.interventions import FIELD, parse_field
 from actds.format.schema import CloseBody, FenceBody, RowCounts, RunRecord
+from actds.format.shard import HOOK_CHOICES
 from actds.store import layout
 from actds.text import Line, counted, format_nbytes, pairs, printable, share, when
 
@@ -151,7 +152,7 @@ def describe(catalog: Catalog) -> Facts:
     genesis, seal, records = catalog.genesis, catalog.seal, read_records(catalog)
     catalog.read_ahead(("drops", "stalls", "requests", "spans", "steps"))
     phases: Counter[str] = Counter()
-    for row_set in {manifest.row_set_sha256: manifest for manifest in catalog.shards}.values():
+    for row_set in {(m.run, m.row_set_sha256): m for m in catalog.shards}.values():
         record = catalog.runs.get(row_set.run)
         unknown = record is not None and "phase" in unknown_columns(record)
         phases["unknown" if unknown else row_set.phase] += row_set.n_rows
@@ -536,6 +537,12 @@ def missing(facts: Facts) -> Iterator[Line]:
         if source.n_unlisted:
             n = f"{counted(source.n_unlisted, 'record')} of {source.source}"
             yield Line(f"  {n} in no request: no run began that was to serve them")
+    n_rows = sum(facts.phases.values())
+    has_choices = any(HOOK_CHOICES in run.provenance for run in facts.runs)
+    for hook in facts.hooks if has_choices else ():
+        if n_lacking := n_rows - hook.n_rows:
+            words = f"{counted(n_lacking, 'row')} ({share(n_lacking, n_rows)}) without {hook.name}"
+            yield Line(f"  {words}: their requests chose other hooks")
     external = facts.totals.get("external", 0)
     if external:
         yield Line(f"  {counted(external, 'position')} served from KV that came from outside")

@@ -269,8 +269,8 @@ class Dataset:
 
     @property
     def n_rows(self) -> int:
-        """Return the number of rows of a hook; the largest, where hooks differ."""
-        return max(len(self.array(hook)) for hook in self.hooks)
+        """Return the number of rows, of all hooks or of those that their requests chose."""
+        return sum({(s.run, s.manifest.row_set_sha256): s.n_rows for s in self.shards}.values())
 
     def array(self, hook: str) -> LazyArray:
         """Return the rows of a hook, ``(n_rows, d_model)``, which are read when indexed.

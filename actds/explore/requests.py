@@ -47,19 +47,6 @@ class Opened(Protocol):
     def shards_of(self, hook: str) -> list[Shard]: ...
 
 
-def covered(
-    catalog: Catalog, run: str, fate: str = "captured", *, by_draw: bool = False
-) -> Intervals:
-    """Return the positions of a run that have a row, their own or that of a prefix-cache hit.
-
-    Arguments are those of `rows_of_positions`.
-
-    Spec: 0.1 sections 7.2 and 7.4.
-    """
-    start, _, length = rows_of_positions(catalog, run, fate, by_draw=by_draw)
-    return union(start, start + length)
-
-
 def lacking(catalog: Catalog, run: str) -> Intervals:
     """Return the positions of a run that ought to have a row, and have none.
 
@@ -73,41 +60,8 @@ def lacking(catalog: Catalog, run: str) -> Intervals:
     lost = pc.and_(pc.is_in(spans["disposition"], _LOST), pc.is_valid(spans["step"]))
     owed = spans.filter(pc.or_(lost, pc.equal(spans["disposition"], "cache_ref")))
     start = _keys(owed, "request")
-    missing = difference(union(start, start + _lengths(owed)), covered(catalog, run))
-    not_drawn = covered(catalog, run, "thinned")
-    return difference(missing, not_drawn) if len(not_drawn) else missing
-
-
-def rows_of_positions(
-    catalog: Catalog, run: str, fate: str = "captured", *, by_draw: bool = False
-) -> tuple[Keys, Keys, Keys]:
-    """Return ranges of positions that have a row, and where these rows are, ``(n,)`` each.
-
-    Of another ``fate`` than ``captured``, where the row would be.
-
-    Args:
-        by_draw: only those whose fate a draw of known probability decided.
-
-    Returns:
-        The first position of each range, that of its rows, and its length: the two differ for
-        prefix-cache hits.
-    """
-    spans = catalog.table("spans", run)
-    kinds = spans["disposition"]
-    captured_spans = spans.filter(pc.equal(kinds, fate))
-    if by_draw:
-        captured_spans = captured_spans.filter(pc.is_valid(captured_spans["inclusion"]))
-    hits = spans.filter(pc.and_(pc.equal(kinds, "cache_ref"), pc.is_valid(spans["ref_request"])))
-    start = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "request")])
-    rows = np.concatenate([_keys(captured_spans, "request"), _keys(hits, "ref_request")])
-    length = np.concatenate([_lengths(captured_spans), _lengths(hits)])
-    captured = union(
-        rows[: captured_spans.num_rows],
-        rows[: captured_spans.num_rows] + length[: captured_spans.num_rows],
-    )
-    # A hit may name rows that were lost.
-    number, first, after = captured.cut(rows, rows + length)
-    return start[number] + (first - rows[number]), first, after - first
+    owed_positions = union(start, start + _lengths(owed))
+    return difference(owed_positions, RowRanges.of(catalog, run, "captured", "thinned").positions)
 
 
 @dataclass(frozen=True)
@@ -125,12 +79,44 @@ class RowRanges:
     length: Keys
 
     @classmethod
-    def of(cls, catalog: Catalog, run: str, *fates: str) -> RowRanges:
-        """Return where the rows of a run are; of fates, where they would be."""
-        parts = [rows_of_positions(catalog, run, fate) for fate in fates or ("captured",)]
-        columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
-        order = np.argsort(columns[0], kind="stable")
-        return cls(*(column[order] for column in columns))
+    def of(
+        cls, catalog: Catalog, run: str, *fates: str, drawn: bool = False, hooks: Sequence[str] = ()
+    ) -> RowRanges:
+        """Return where the rows of a run are; of fates, where they would be.
+
+        Args:
+            drawn: only those whose fate a draw of known probability decided.
+            hooks: only rows that have all of these, where requests choose them.
+
+        Spec: 0.1 sections 7.2 and 7.4.
+        """
+        spans = catalog.table("spans", run)
+        is_hit = pc.equal(spans["disposition"], "cache_ref")
+        hits = spans.filter(pc.and_(is_hit, pc.is_valid(spans["ref_request"])))
+        hit, row, n_hit = _keys(hits, "request"), _keys(hits, "ref_request"), _lengths(hits)
+        parts: list[tuple[Keys, Keys, Keys]] = []
+        for fate in fates or ("captured",):
+            computed = spans.filter(pc.equal(spans["disposition"], fate))
+            if drawn:
+                computed = computed.filter(pc.is_valid(computed["inclusion"]))
+            start, length = _keys(computed, "request"), _lengths(computed)
+            # A hit may name rows that were lost.
+            number, first, after = union(start, start + length).cut(row, row + n_hit)
+            parts.append((start, start, length))
+            parts.append((hit[number] + (first - row[number]), first, after - first))
+        start, row, length = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.argsort(start, kind="stable")
+        if hooks and catalog.has_choices(run):
+            lines = catalog.table("requests", run, ["request", "hooks"]).to_pydict()
+            chosen = zip(lines["request"], lines["hooks"], strict=True)
+            has_all = [n for n, text in chosen if not text or {*hooks}.issubset(text.split(","))]
+            order = order[np.isin(row[order] >> np.uint64(32), has_all)]
+        return cls(start[order], row[order], length[order])
+
+    @property
+    def positions(self) -> Intervals:
+        """Return the positions that have a row, their own or that of a prefix-cache hit."""
+        return union(self.start, self.start + self.length)
 
     def find(self, keys: Keys) -> tuple[Keys, npt.NDArray[np.bool_]]:
         """Return the key of the row of each position, and whether it has one."""
@@ -167,7 +153,8 @@ class RequestRows:
         request: number of the request.
         token_id: token of each position, int64 ``(n,)``; -1 where neither a row nor a readout has
             it.
-        row: number of its row in ``Dataset.array(hook)``, int64 ``(n,)``; -1 where none is stored.
+        row: number of its row in ``Dataset.array(hook)``, int64 ``(n,)``; -1 where none is stored,
+            or only one of other hooks, which its owner chose.
         owner: request that computed the position, int64 ``(n,)``: another one where the prefix
             cache served it; -1 where nothing says which.
         disposition: what became of each position: ``captured``, ``cache_ref``, ``dropped``,
@@ -243,8 +230,11 @@ class RowPlaces:
 
     def __init__(self, catalog: Catalog, array: LazyArray) -> None:
         self._catalog, self.array = catalog, array
-        self._shards = array.shards
-        self._starts = np.cumsum([0, *(shard.n_rows for shard in self._shards)])
+        self._starts = np.cumsum([0, *(shard.n_rows for shard in array.shards)])
+        # Requests that chose other hooks have tokens, and no row of this one.
+        chosen = (run for run in catalog.run_ids if catalog.has_choices(run))
+        shards = (shard for run in chosen for shard in catalog.shards_of(run))
+        self._shards = [*array.shards, *(s for s in shards if array.hook.name not in s.hooks)]
         self._ranges: list[tuple[int, int]] | None = None
         self._recent = Recent[int, tuple[Ints, ...]](_MAX_ROWS)
         self._tables: dict[tuple[str, str], Any] = {}
@@ -328,7 +318,7 @@ class RowPlaces:
         return role
 
     def _rows(self, run: str, request: int) -> tuple[Ints, Ints, Ints]:
-        parts: list[tuple[Ints, Ints, Ints]] = []
+        parts = [[np.empty(0, np.int64)] * 3]
         if self._ranges is None:
             self._ranges = [_range(shard) for shard in self._shards]
         for number, (low, high) in enumerate(self._ranges):
@@ -336,10 +326,9 @@ class RowPlaces:
                 continue
             requests, positions, tokens = self._columns(number)
             at = np.flatnonzero(requests == request)
-            parts.append((positions[at], tokens[at], at + int(self._starts[number])))
-        empty = np.empty(0, np.int64)
-        if not parts:
-            return empty, empty, empty
+            has_hook = number < len(self.array.shards)
+            row = np.where(has_hook, at + int(self._starts[number * has_hook]), -1)
+            parts.append([positions[at], tokens[at], row])
         position, token, row = (np.concatenate(column) for column in zip(*parts, strict=True))
         return position, token, row
 

@@ -464,10 +464,10 @@ class Loader:
         ``normalization`` (``shift`` and ``scale`` by hook: a batch is ``(rows - shift) * scale``),
         ``phase``, ``multiplicity``, ``paired``, ``once``, ``where``, ``exclude``, ``split``,
         ``mix``, ``frequency``, ``weights_sha256``, ``weights``, ``excluded`` (rows by name),
-        ``sample`` (of rows that were drawn), ``rows_per_epoch``,
-        ``dropped_per_epoch`` (of these, those that come in no batch), ``seed``, ``order`` (its
-        version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``, ``rank``,
-        ``world``.
+        ``other_hooks`` (rows whose requests chose others), ``sample`` (of rows that were drawn),
+        ``rows_per_epoch``, ``dropped_per_epoch`` (of these, those that come in no batch), ``seed``,
+        ``order`` (its version), ``batch``, ``lanes``, ``window_rows``, ``drop_last``, ``epochs``,
+        ``rank``, ``world``.
         """
         geometry, rows = self._spec.geometry, self._rows
         return {
@@ -490,6 +490,7 @@ class Loader:
             **{key: value for key, value in rows.identity.items() if key != "shards"},
             "exclude": rows.identity["exclude"] or [],
             "excluded": self.excluded,
+            "other_hooks": sum(selection.n_others for selection in rows.selections),
             "sample": None if self.sample is None else asdict(self.sample),
             "rows_per_epoch": self._n_entries,
             "dropped_per_epoch": self.n_dropped,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import gcd
 from typing import Any, Literal
 
@@ -336,7 +337,7 @@ def _partner_counts(
     for rows, time in zip(pair.rows, times, strict=True):
         present = rows >= 0 if time is None else (rows >= 0) & (time > 0)
         np.add.at(total, rows[present], 1 if time is None else time[present].astype(kind))
-    return list(np.split(total, pair.starts[1:-1]))
+    return [total[first:last] for first, last in pairwise(pair.starts.tolist())]
 
 
 def batch_hooks(mixture: Mixture) -> dict[str, Hook]:

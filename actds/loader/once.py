@@ -16,7 +16,7 @@ from actds.dataset.drawn import Shares, columns_of
 from actds.dataset.multiplicity import Servings
 from actds.errors import ActdsError
 from actds.explore.dataset import Dataset
-from actds.explore.requests import RowRanges, covered, lacking, rows_of_positions
+from actds.explore.requests import RowRanges, lacking
 from actds.format.inclusion import Design, draws_rows, inclusion_of, is_drawn
 from actds.format.positions import (
     Index,
@@ -55,7 +55,8 @@ def read_once(mixture: Mixture, *, served: bool) -> Mixture:
 
     Spec: 0.1 sections 6.3, 7.5 and 7.10.
     """
-    sources = _Sources({item.catalog.genesis.dataset: item for item in mixture.datasets}, {})
+    hooks = [hook.name for hook in mixture.hooks]
+    sources = _Sources({item.catalog.genesis.dataset: item for item in mixture.datasets}, hooks, {})
     filters = {item.dataset.path: item.filter for part in mixture.parts for item in part}
     further = {
         run: _further(dataset, run, sources, filters[dataset.path], served=served)
@@ -89,13 +90,13 @@ class _Source:
     """A run that is replayed, and what its replays have of it; keys are those of its positions.
 
     Attributes:
-        known: the positions of which it, or a replay that was read, has a row.
+        known: the positions of which it, or a replay that was read, has a row with all hooks.
     """
 
-    def __init__(self, dataset: Dataset, run: str) -> None:
+    def __init__(self, dataset: Dataset, run: str, hooks: Sequence[str]) -> None:
         self._dataset, self.run = dataset, run
         self._catalog = dataset.catalog
-        self.known = covered(self._catalog, run)
+        self.known = RowRanges.of(self._catalog, run, hooks=hooks).positions
         record = dataset.runs.get(run)
         self._design = Design.of(record)
         self.draws = self._design is not None
@@ -106,7 +107,7 @@ class _Source:
         self._covers: dict[str, list[tuple[Keys, Keys]]] = {}
         self._draw_of: dict[str, tuple[str, int, float]] = {}
         if self.draws:
-            self._not_drawn = RowRanges.of(self._catalog, run, *_NOT_DRAWN)
+            self._not_drawn = RowRanges.of(self._catalog, run, *_NOT_DRAWN, hooks=hooks)
 
     @property
     def hits(self) -> Intervals:
@@ -221,12 +222,13 @@ _PLACE = [("request", "ascending"), ("start", "ascending")]
 class _Sources:
     datasets: Mapping[str, Dataset]
     """By id."""
+    hooks: Sequence[str]
     replayed: dict[tuple[str, str], _Source]
     """By id and run."""
 
     def of(self, name: tuple[str, str]) -> _Source:
         if name not in self.replayed:
-            self.replayed[name] = _Source(self.datasets[name[0]], name[1])
+            self.replayed[name] = _Source(self.datasets[name[0]], name[1], self.hooks)
         return self.replayed[name]
 
 
@@ -288,13 +290,14 @@ def _further(
     names = list(
         zip(origins["source_dataset"].to_pylist(), origins["source_run"].to_pylist(), strict=True)
     )
-    start, rows, length = rows_of_positions(catalog, run)
-    request, position = split_key(start)
+    ranges = RowRanges.of(catalog, run, hooks=sources.hooks)
+    request, position = split_key(ranges.start)
     line = Index(origins["request"].to_numpy()).of(request)
     replayed, counts = line >= 0, np.ones(len(line), np.bool_)
     if served and chosen.split is not None:  # the positions of its requests, whoever has the rows
         counts = np.isin(request, chosen.requests_of(run))
-    rows, length, line, counts = rows[replayed], length[replayed], line[replayed], counts[replayed]
+    rows, length = ranges.row[replayed], ranges.length[replayed]
+    line, counts = line[replayed], counts[replayed]
     requests = origins["source_request"].to_numpy().astype(np.int64)
     start = position_key(requests[line], position[replayed])
     positions, further = [], []

@@ -410,6 +410,7 @@ class Selection:
         loss_weight: the expression that gives each row its weight; None without.
         in_union: probability that each row of each shard is in the union with other datasets;
             None where it is read alone.
+        n_others: rows that are not read since their requests chose other hooks.
     """
 
     dataset: Dataset
@@ -423,6 +424,7 @@ class Selection:
     loss_weight: Expression | None = None
     frequency: Expression | None = None
     in_union: Sequence[Floats] | None = None
+    n_others: int = 0
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -549,7 +551,7 @@ def select(
             file is not one of this dataset; E306, E416.
     """
     chosen = _select_hooks(dataset, hooks)
-    shards = _select_shards(dataset, chosen, phase)
+    shards, n_others = _select_shards(dataset, chosen, phase)
     refuse_changed(dataset, where)
     file, loss_weight = _weights(weights)
     rate = None if frequency is None else parse_expression(frequency, "frequency", Kind.NUMBER)
@@ -585,6 +587,7 @@ def select(
         row_weights,
         loss_weight,
         rate,
+        n_others=n_others,
     )
 
 
@@ -634,26 +637,27 @@ def _select_hooks(dataset: Dataset, hooks: str | Sequence[str] | None) -> list[H
     return [dataset.hooks[name] for name in names]
 
 
-def _select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -> list[Shard]:
+def _select_shards(
+    dataset: Dataset, hooks: Sequence[Hook], phase: str | None
+) -> tuple[list[Shard], int]:
+    """Return the shards to read, and how many rows have other hooks, which requests chose."""
     if phase is not None and phase not in tables.PHASES:
         raise bad("phase", repr(phase), f"None or one of {', '.join(tables.PHASES)}")
     wanted = {hook.name for hook in hooks}
-    shards: list[Shard] = []
-    n_others = 0
-    for shard in dataset.shards:
-        has_choices = dataset.catalog.has_choices(shard.run)
-        if phase not in (None, shard.phase) or (wanted.isdisjoint(shard.hooks) and not has_choices):
-            continue
-        if has_choices and not wanted.issubset(shard.hooks):
+    of_phase = [shard for shard in dataset.shards if phase in (None, shard.phase)]
+    names, n_others, shards = ", ".join(sorted(wanted)), 0, list[Shard]()
+    for shard in of_phase:
+        if dataset.catalog.has_choices(shard.run) and not wanted.issubset(shard.hooks):
             n_others += shard.n_rows
-            continue
-        shards.append(shard)
+        elif not wanted.isdisjoint(shard.hooks):
+            shards.append(shard)
     if not shards:
-        raise bad("phase", f"no {phase or ''} row".replace("  ", " "), "at least one row")
+        got = f"no {phase or ''} row of {dataset.path} that has {names}".replace("  ", " ")
+        raise bad("hooks" if of_phase else "phase", got, "at least one row")
     if n_others:
         warnings.warn(
-            f"{n_others:,} rows have not all of {', '.join(sorted(wanted))}: their requests chose "
-            "other hooks. They are left out, and what is read is of the other requests alone.",
+            f"{n_others:,} rows of {dataset.path} have not all of {names}: their requests chose "
+            "other hooks. They are left out, and what is read of it is of its other requests.",
             UserWarning,
             stacklevel=4,
         )
@@ -663,7 +667,7 @@ def _select_shards(dataset: Dataset, hooks: Sequence[Hook], phase: str | None) -
             need_known(shard, ["phase"], "phase")
         for name in sorted(wanted.difference(shard.hooks)):
             raise bad("hooks", f"no {name} in shard {shard.name}", "hooks of the same shards")
-    return shards
+    return shards, n_others
 
 
 def _row_counts(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import actds
 from actds.errors import ActdsError
-from actds.explore.requests import covered, lacking
+from actds.explore.requests import RowRanges, lacking
 from actds.format import tables
 from actds.format.positions import union
 from actds_testing import synthetic
@@ -71,7 +71,7 @@ def test_a_position_has_a_row_of_its_own_or_that_of_a_hit(tmp_path: Path) -> Non
             for key in range(start, stop)
         }
 
-    assert places(covered(dataset.catalog, run)) == have
+    assert places(RowRanges.of(dataset.catalog, run).positions) == have
     assert places(lacking(dataset.catalog, run)) == owed and owed
 
 

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import actds
 from actds.cli import cli
 from actds.errors import ActdsError
+from actds.format.shard import HOOK_CHOICES
 from actds_studies.attention import api
 from actds_studies.attention import rows as rows_module
 from actds_studies.attention.api import Model
@@ -24,7 +25,7 @@ from actds_studies.pages.attention import page
 from actds_testing import synthetic
 from actds_testing.attending import ATTENDING, Attending, requests_of
 from actds_testing.places import SCHEMAS, VECTORS
-from actds_testing.schedules import simulate, thinned
+from actds_testing.schedules import simulate, table_of, thinned
 from actds_validators.audit.result import Estimate
 
 
@@ -149,6 +150,46 @@ def test_a_dataset_without_queries_and_keys_is_refused_with_the_hooks_to_harvest
     with pytest.raises(ActdsError, match=r"expected hooks q\.L and k\.L") as raised:
         actds.attention(path, model=model.folder)
     assert "Harvest hooks q, k, v and z of a layer, and entropies" in str(raised.value)
+
+
+def choosing(model: Attending, path: Path, *choices: str | None) -> Path:
+    """Write the rows of the model, of which each request chose the hooks in its turn."""
+    requests = model.schedule.requests.to_pylist()
+    for line in requests:
+        kinds = choices[line["request"] % len(choices)]
+        line["hooks"] = kinds and ",".join(f"{k}.{n}" for k in sorted(kinds) for n in model.layers)
+    names = [line["hooks"].split(",") for line in requests[: len(choices)] if line["hooks"]]
+    schedule = model.schedule.with_(requests=table_of("requests", requests))
+    return model.write(path, facts={HOOK_CHOICES: json.dumps(names)}, schedule=schedule)
+
+
+def test_a_step_has_a_number_where_its_request_and_those_before_it_chose_all_hooks(
+    model: Attending, acts: Path, tmp_path: Path
+) -> None:
+    path = choosing(model, tmp_path / "chosen", "qk", None, "vz")
+    chosen, whole = actds.open(path), actds.open(acts)
+    whole_steps, n_short = steps_of(acts, model), 0
+    for number, steps in steps_of(path, model).items():
+        rows = [chosen.request(number, hook=hook).row for hook in ("q.0", "k.0")]
+        n_given = whole.requests().to_pylist()[number]["prompt_len"]
+        has_rows = np.all([row >= 0 for row in rows], axis=0)
+        kept = [
+            has_rows[max(0, n_given + s - 9) : n_given + s].all()
+            for s in whole_steps[number].step.tolist()
+        ]
+        assert steps.step.tolist() == whole_steps[number].step[kept].tolist()
+        np.testing.assert_array_equal(steps.values[:, :, 0], whole_steps[number].values[kept, :, 0])
+        n_short += len(kept) - sum(kept)
+    assert n_short > 0
+    layer = actds.attention(path, model=model.folder).layers[0]
+    assert layer.n_steps > 0 and "its row is not stored (other hooks were chosen)" in layer.absent
+
+
+def test_hooks_that_no_request_chose_are_none_to_look_at(model: Attending, tmp_path: Path) -> None:
+    for kinds, error in (("vz", r"expected hooks q\.L and k\.L"), ("qk", "nothing proves the att")):
+        path = choosing(model, tmp_path / kinds, kinds)
+        with pytest.raises(ActdsError, match=error):
+            actds.attention(path, model=model.folder)
 
 
 def test_values_are_means_over_steps_in_their_strata(

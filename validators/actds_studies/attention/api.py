@@ -114,14 +114,15 @@ def attention(
 def _layers(
     dataset: Dataset, model: Model, layers: Sequence[int], unproved: bool
 ) -> list[LayerRows]:
+    stored = [hook for hook in dataset.hooks if dataset.shards_of(hook)]
     known = {
-        layer: [kind for kind in "qkvz" if f"{kind}.{layer}" in dataset.hooks]
+        layer: [kind for kind in "qkvz" if f"{kind}.{layer}" in stored]
         for layer in sorted({hook.layer for hook in dataset.hooks.values()})
     }
     usable = [layer for layer, kinds in known.items() if kinds[:2] == ["q", "k"]]
     wanted = sorted(set(layers)) or usable
     if not wanted or not set(wanted) <= set(usable):
-        got = f"layers {', '.join(map(str, wanted))}" if wanted else ", ".join(dataset.hooks)
+        got = f"layers {', '.join(map(str, wanted))}" if wanted else ", ".join(stored)
         expected = f"one of {', '.join(map(str, usable))}" if usable else "hooks q.L and k.L"
         next_step = None if usable else "Harvest hooks q, k, v and z of a layer, and entropies."
         raise ActdsError("E014", "layers", got=got[:200], expected=expected, next_step=next_step)

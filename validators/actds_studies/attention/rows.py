@@ -219,6 +219,7 @@ def attended(
     is_short = last >= scheme.first(position)
     for step, at in zip(position[is_short].tolist(), last[is_short].tolist(), strict=True):
         what, fate = "its row" if at == step else "a key", rows.disposition[at] or "unknown"
+        fate = "other hooks were chosen" if fate == "captured" else fate
         of_layer.absent[f"{what} is not stored ({fate})"] += 1
     at_step = np.flatnonzero(~is_short)
     position = position[at_step]

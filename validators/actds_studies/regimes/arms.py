@@ -271,6 +271,8 @@ def read_arm(arm: Arm, hook: str) -> ArmRows:
     hashes = prefix_hashes(dataset, chosen.shards)
     trained = _trained(arm, hook, chosen.shards, hashes)
     apart = dict(chosen.excluded)
+    if chosen.n_others:
+        apart["of other hooks"] = chosen.n_others
     if trained is not None:
         apart[TRAINED] = 0
     is_sampled = dataset.sampled(run=False).num_rows > 0

@@ -190,7 +190,7 @@ def _servings(
     requests = Requests(dataset)
     named = np.array(list(map(name_hash, requests.external_id, requests.source_row)), np.uint64)
     shards = dataset.shards_of(hook)
-    parts: list[list[Ints]] = []
+    parts = [[np.empty(0, np.int64)] * 4]
     for shard in shards:
         need_known(shard, ("request", "position", "token_id"), f"arm {name}")
         tokens = shard.tokens(["request", "position", "token_id"])

@@ -72,7 +72,7 @@ def _render(
     ends = [_ends(requests, k) for k in range(len(scores))]
     names = list(dataset.hooks)[:N_HOOKS]
     profiles = [norm_profile(dataset.catalog, dataset.array(name)) for name in names]
-    stats = {name: dataset.stats(name) for name in dataset.hooks} if has_stats else {}
+    stats = {n: dataset.stats(n) for n in dataset.hooks if has_stats and dataset.shards_of(n)}
     outcomes = fates(dataset.catalog)
     return render_page(
         "view.html.j2",

@@ -22,7 +22,7 @@ from actds.dataset.catalog import Catalog
 from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.executor import Threads
-from actds.explore.requests import RowRanges, covered, lacking
+from actds.explore.requests import RowRanges, lacking
 from actds.format.arrays import widen
 from actds.format.inclusion import (
     draws_rows,
@@ -32,7 +32,7 @@ from actds.format.inclusion import (
     salt_of,
     uniform,
 )
-from actds.format.positions import Intervals, Keys, difference, position_key, split_key, union
+from actds.format.positions import Intervals, Keys, difference, position_key, split_key
 from actds.format.schema import RunRecord
 from actds.format.shard import Shard
 from actds.publish.sealing import check_provenance
@@ -179,9 +179,12 @@ def follow_up(catalog: Catalog, place: str) -> FollowUp:
     lost, shared = [pair.lost for pair in pairs], [pair.shared for pair in pairs]
     hooks = {h.name: h.d_model for h in catalog.genesis.hooks}
     hooks = {h.name: h.d_model for h in replay.genesis.hooks if hooks.get(h.name) == h.d_model}
+    for shard in catalog.shards if any(map(catalog.has_choices, drawn)) else ():
+        # What was lost of a hook that some requests did not choose is less than all that was lost.
+        hooks = {hook: d_model for hook, d_model in hooks.items() if hook in shard.hooks}
     n_answered = sum(map(len, lost))
     if not hooks or not n_answered:
-        got = "no hook of the dataset" if not hooks else "no row of a position that lacks one"
+        got = "no hook that all rows have" if not hooks else "no row of a position that lacks one"
         raise _unusable(place, got, "rows of lost positions, at hooks that the dataset has")
     n_missing = sum(positions.n_keys for positions in owed.values())
     compared = Compared(n_missing, design.fraction, sum(d + 1 for d in hooks.values()))
@@ -221,7 +224,7 @@ def _lost(catalog: Catalog, run: str) -> Intervals:
     missing = lacking(catalog, run)
     if not draws_rows(catalog.runs.get(run)):
         return missing
-    return difference(missing, covered(catalog, run, "dropped", by_draw=True))
+    return difference(missing, RowRanges.of(catalog, run, "dropped", drawn=True).positions)
 
 
 @dataclass(frozen=True)
@@ -254,8 +257,7 @@ def _pairs(
             served[run] = np.concatenate([served[run], source])
             owed = _Targets.of(run, again_run, source[new], request[new], drawn[run].positions)
             stored = RowRanges.of(catalog, run)
-            ranges = union(stored.start, stored.start + stored.length)
-            shared = _Targets.of(run, again_run, source[new], request[new], ranges)
+            shared = _Targets.of(run, again_run, source[new], request[new], stored.positions)
             yield _Pair(owed.with_rows(rows), shared.of_some(n_shared).with_rows(rows, stored))
 
 

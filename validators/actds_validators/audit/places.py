@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from actds.dataset.catalog import Catalog
 from actds.dataset.info import overflowed
+from actds.explore.requests import RowRanges
 from actds.format.interventions import interventions_of
 from actds.format.schema import RowCounts
 from actds.text import counted, format_seconds, share
@@ -301,23 +303,17 @@ def _rules(audited: Audited) -> Place:
     n, of = account.filtered, account.positions - account.undelivered
     hook, n_lacking = _chosen_least(audited.catalog)
     place = partial(_place, audited, "rules", n + n_lacking, of, "positions")
-    none = "no rule left a row out"
     if not n + n_lacking:
-        return place(headline=none, sentence=f"{none.capitalize()}.")
+        return place(headline="no rule left a row out", sentence="No rule left a row out.")
     words, sentences = [], []
-    if n:
-        words += [f"{share(n, of)} of the positions were left out by a rule"]
-        sentences += [
-            f"{n:,} of {counted(of, 'position')} ({share(n, of)}) were left out by a rule: "
-            f"{_reasons(account, 'filtered')}."
-        ]
-    if n_lacking:
-        lacks = share(n_lacking, account.captured)
-        words += [f"{lacks} of the rows have no {hook}: their requests chose other hooks"]
-        sentences += [
-            f"{n_lacking:,} of {counted(account.captured, 'row')} ({lacks}) have no {hook}: their "
-            "requests chose other hooks."
-        ]
+    for number, why, more in (
+        (n, "were left out by a rule", f": {_reasons(account, 'filtered')}"),
+        (n_lacking, f"have rows without {hook}: other hooks were chosen", ""),
+    ):
+        if number:
+            part = share(number, of)
+            words += [f"{part} of the positions {why}"]
+            sentences += [f"{number:,} of {counted(of, 'position')} ({part}) {why}{more}."]
     reasons = [s.reason or "" for s in account.waterfall if s.name == "filtered"]
     chosen = not any(reason.startswith(UNSUPPORTED) for reason in reasons)
     to_do = [
@@ -338,12 +334,16 @@ def _rules(audited: Audited) -> Place:
 
 
 def _chosen_least(catalog: Catalog) -> tuple[str, int]:
-    """Return the hook that most rows lack since their requests chose others, and how many do."""
-    shards = [shard for shard in catalog.shards if catalog.has_choices(shard.run)]
-    lacks = {
-        hook.name: sum(shard.n_rows for shard in shards if hook.name not in shard.hooks)
-        for hook in catalog.genesis.hooks
-    }
+    """Return the hook that the rows of most positions lack, and of how many, hits among them."""
+    lacks = dict.fromkeys((hook.name for hook in catalog.genesis.hooks), 0)
+    for run in filter(catalog.has_choices, catalog.runs_with_data):
+        ranges, lines = RowRanges.of(catalog, run), catalog.table("requests", run)
+        owner, n_requests = ranges.row >> np.uint64(32), pc.max(lines["request"]).as_py() + 1
+        n_rows = np.bincount(owner.astype(np.int64), ranges.length, n_requests)
+        for text in pc.unique(lines["hooks"].drop_null()).to_pylist():
+            chosen = lines.filter(pc.equal(lines["hooks"], text))["request"].to_numpy()
+            for hook in lacks.keys() - set(text.split(",")):
+                lacks[hook] += int(n_rows[chosen].sum())
     return max(lacks.items(), key=lambda of_hook: of_hook[1])
 
 

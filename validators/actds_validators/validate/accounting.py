@@ -389,24 +389,19 @@ def _check_hooks(catalog: Catalog, run: str, notes: Notes) -> None:
     requests = sound_tables(catalog, run, "requests")
     if not requests:
         return
-    every, place = (
-        sorted(hook.name for hook in catalog.genesis.hooks),
-        f"census/{run}/requests hooks",
-    )
-    hooks = requests[0]["hooks"]
+    every = sorted(hook.name for hook in catalog.genesis.hooks)
+    hooks, has_choices = requests[0]["hooks"], catalog.has_choices(run)
+    expected = f"some of {', '.join(every)}, sorted"
     for text in pc.unique(hooks.drop_null()).to_pylist():
         names = text.split(",")
-        if not catalog.has_choices(run):
-            notes.add("E103", place, repr(text)[:80], f"null: the run has no {HOOK_CHOICES}")
-        elif not set(names) < set(every) or names != sorted(set(names)):
-            notes.add("E103", place, repr(text)[:80], f"some of {', '.join(every)}, sorted")
-    if not catalog.has_choices(run):
-        return
-    wanted = dict(zip(requests[0]["request"].to_pylist(), hooks.to_pylist(), strict=True))
-    for shard in catalog.shards_of(run):
+        if not has_choices or not set(names) < set(every) or names != sorted(set(names)):
+            wanted = expected if has_choices else f"null: the run has no {HOOK_CHOICES}"
+            notes.add("E103", f"census/{run}/requests hooks", repr(text)[:80], wanted)
+    of_request = dict(zip(requests[0]["request"].to_pylist(), hooks.to_pylist(), strict=True))
+    for shard in catalog.shards_of(run) if has_choices else ():
         stored = ",".join(shard.hooks)
         for request in pc.unique(shard.tokens(["request"])["request"]).to_pylist():
-            chosen = wanted.get(request) or ",".join(every)
+            chosen = of_request.get(request) or ",".join(every)
             if stored != chosen:
                 where = f"{layout.manifest_path(shard.name)} rows of request {request}"
                 notes.add("E406", where, f"hooks {stored}"[:200], chosen[:200])

@@ -152,14 +152,14 @@ def compare(
         run, again_run = some[0].run, some[0].again_run
         places = _Places.of(harvest, replay, some)
         computed = computed_type(harvest, run, replay, again_run)
-        of_sets = [0]
+        in_both, in_harvest = np.zeros((2, len(places.position)), np.bool_)
         for hooks, shards, again_shards in _row_sets(harvest, run, replay, again_run):
             stored = locate(shards, position_key(places.owner, places.position))
             again = locate(again_shards, position_key(places.again, places.position))
             is_stored = stored.shard >= 0  # a prefix-cache hit may name a row that was lost
             is_replayed = is_stored & (again.shard >= 0)
-            of_sets.append(int(is_replayed.sum()))
-            n_unreplayed += int((is_stored & ~is_replayed).sum())
+            in_both |= is_replayed
+            in_harvest |= is_stored
             wrong = is_replayed & (stored.token_id != places.token_id)
             after = _after(places.request, places.position, wrong)
             for rows in _blocks(is_replayed, again, rows_at_a_time):
@@ -187,7 +187,8 @@ def compare(
                         (run, int(places.request[row]), int(places.position[row]), hook)
                         for row in rows[verdict == "foreign"]
                     ]
-        n_rows += max(of_sets)
+        n_rows += int(in_both.sum())
+        n_unreplayed += int((in_harvest & ~in_both).sum())
     distance = np.concatenate(apart)
     median, p99 = np.quantile(distance, [0.5, 0.99]) if len(distance) else (math.nan, math.nan)
     first = "{} request {} position {} hook {}".format(*min(foreign)) if foreign else None

@@ -20,7 +20,7 @@ from actds.dataset.reading import read_catalog
 from actds.errors import ActdsError
 from actds.explore import dataset as reading
 from actds.explore.dataset import Dataset
-from actds.explore.requests import TokenSequence, covered, lacking, token_sequences
+from actds.explore.requests import RowRanges, TokenSequence, lacking, token_sequences
 from actds.format.inclusion import is_drawn
 from actds.format.interventions import interventions_of
 from actds.format.positions import Intervals, difference, position_key, split_key
@@ -80,7 +80,7 @@ def filled(owed: Mapping[tuple[str, int], Intervals], replay: Catalog) -> Filled
     left = dict(owed)
     reasons = dict.fromkeys(owed, "not served")
     for run in replay.run_ids:
-        rows = covered(replay, run)
+        rows = RowRanges.of(replay, run).positions
         unserved = {
             line["request"]: line
             for line in replay.table("requests", run).to_pylist()
