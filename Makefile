@@ -52,7 +52,7 @@ export HF_HUB_DISABLE_TELEMETRY   ?= 1
 export TOKENIZERS_PARALLELISM     ?= false
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo check test attack fuzz variants families versions consumers emulators ceph test-all test-full lint docs generate lock bench bench-load calibrate crash gpu-wheels cuda gpu clean distclean
+.PHONY: help install demo check test attack fuzz variants families versions consumers emulators ceph slurm test-all test-full lint docs generate lock bench bench-load calibrate crash gpu-wheels cuda gpu clean distclean
 .DELETE_ON_ERROR:
 
 help: ## say what each target does
@@ -131,6 +131,10 @@ ceph: $(STAMP) ## (Debian, as root) install Ceph, and run the tests of object st
 	apt-get install --yes --no-install-recommends ceph-common ceph-mon ceph-osd radosgw
 	$(BIN)/python -m pytest -k ceph --durations=10 tests/format/test_s3.py tests/writers/test_s3_recover.py \
 	  tests/writers/test_parts.py tests/writers/test_cluster.py $(TEST_ARGS)
+
+slurm: $(STAMP) ## (Debian, as root) install Slurm, and run the batch script in a cluster of one node (10 minutes)
+	apt-get install --yes --no-install-recommends munge slurm-wlm
+	$(BIN)/python -m pytest --durations=10 tests/writers/test_slurm.py $(TEST_ARGS)
 
 consumers: $(CONSUMERS_STAMP) $(STAMP) $(DEMO)/model/config.json ## numbers as trainers, array libraries and SQL read them (an environment of its own)
 	rm -rf $(CONSUMERS)/acts

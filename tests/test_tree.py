@@ -29,7 +29,7 @@ MOODS = {
 """Names that say how a value was come by, and not what it is."""
 
 LIMITS = {
-    "shipped lines": 92_690,
+    "shipped lines": 92_694,
     "modules": 274,
     "modules with one importer": 53,
     "arguments of one function": 15,

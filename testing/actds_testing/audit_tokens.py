@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from scipy.signal import lfilter
 
 from actds.format import tables
 from actds_testing.simulate import Simulated
-from actds_validators.audit.data import RunSource, arrow_source
+from actds_validators.audit.data import RUN_TABLES, RunSource, TablePart, source_of
 from actds_validators.audit.result import Limits
 from actds_validators.audit.run import Sections, audit_sources
 from actds_validators.statistics.association import Within, within_cells
@@ -32,6 +32,15 @@ def changed(found: dict[str, pa.Table], name: str, change: Any) -> dict[str, pa.
     frame = change(found[name].to_pandas())
     made = pa.Table.from_pandas(frame, tables.bare_schema(name), preserve_index=False)
     return {**found, name: made}
+
+
+def arrow_source(
+    run: str, given: Mapping[str, pa.Table], labels: Mapping[str, str] | None = None
+) -> RunSource:
+    """Return tables in memory as the audit reads those of a run."""
+    every = {name: given.get(name, tables.empty(name)) for name in RUN_TABLES}
+    parts = {name: (TablePart(name, t.num_rows, table=t),) for name, t in every.items()}
+    return source_of(run, parts, labels or {})
 
 
 @contextmanager

@@ -101,6 +101,24 @@ def test_an_interrupted_harvest_is_sealed_and_resumes_without_redoing(
     assert "E010 sampling.max_tokens" in other.stderr
 
 
+@pytest.mark.full
+def test_a_signal_to_every_process_of_a_job_leaves_what_was_computed(
+    model: Path, tmp_path: Path
+) -> None:
+    """Slurm's at a time limit, or a supervisor's: vLLM's processes end at once, ours do not."""
+    out, prompts = tmp_path / "acts", many_prompts(tmp_path / "p.jsonl", 100)
+    process = start(out, model, prompts, *ALONE, *SLOW)
+    wait_for(lambda: n_shards(out) >= 2, process)
+    for pid in (process.pid, *h.descendants(process.pid), process.pid):
+        os.kill(pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=h.TIMEOUT_S)
+    assert process.returncode in (1, 4) and "--resume" in stderr, stderr
+    first = h.validated(out)
+    assert "still behind" not in stderr and first.n_rows, stderr
+    resumed = h.harvest_alone(out, model, prompts, *ALONE, "--max-tokens", "48", "--resume")
+    assert len(resumed.runs) == 2
+
+
 def test_a_killed_writer_ends_the_harvest_with_what_was_committed(
     model: Path, tmp_path: Path
 ) -> None:

@@ -20,13 +20,12 @@ from actds.cli import cli
 from actds.format import tables
 from actds.format.readouts import Readouts, matrix
 from actds_testing.audit_losses import Chooses, Tables, lose, rows_of
-from actds_testing.audit_tokens import audited, changed, tables_of
+from actds_testing.audit_tokens import arrow_source, audited, changed, tables_of
 from actds_testing.harvest import validated
 from actds_testing.schedules import simulate as scheduled
 from actds_testing.simulate import SCENARIOS, simulate
 from actds_testing.synthetic import make_dataset
 from actds_validators.audit.api import audit
-from actds_validators.audit.data import arrow_source
 from actds_validators.audit.result import Limits, StratumLoss, Verdict
 from actds_validators.audit.run import Sections, audit_sources
 from actds_validators.audit.verdict import judge

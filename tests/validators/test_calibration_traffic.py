@@ -15,6 +15,7 @@ import pytest
 from scipy import stats
 
 from actds.format import tables
+from actds_testing.audit_tokens import arrow_source
 from actds_testing.calibration.traffic import (
     SCENARIOS,
     Task,
@@ -38,7 +39,6 @@ from actds_testing.calibration.traffic_losses import (
     tokens_at_random,
 )
 from actds_validators.audit.census import account_run
-from actds_validators.audit.data import arrow_source
 from actds_validators.statistics.association import Within, block_score, change, within_cells
 from actds_validators.statistics.intervals import blocks
 from actds_validators.statistics.series import circular_shift

@@ -169,9 +169,7 @@ def test_a_killed_harvest_is_recovered_at_once_and_resumed_to_the_end(
 ) -> None:
     harvest = started(line)
     until_it_writes(place, harvest)
-    for pid in (*_children(harvest.pid), harvest.pid):
-        os.kill(pid, signal.SIGKILL)
-    harvest.communicate()
+    h.kill(harvest)
     resumed = started([*line, "--resume"])
     _, errors = resumed.communicate(timeout=180)
     assert resumed.returncode == 0, errors
@@ -181,11 +179,6 @@ def test_a_killed_harvest_is_recovered_at_once_and_resumed_to_the_end(
         f"q{n}" for n in range(N_PROMPTS)
     }
     assert set(chains(place).values()) == {"closed", "fenced"}
-
-
-def _children(pid: int) -> list[int]:
-    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [child for each in listed for child in (*_children(int(each)), int(each))]
 
 
 @pytest.fixture

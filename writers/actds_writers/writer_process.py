@@ -209,7 +209,9 @@ class WriterProcess:
         self._last_progress = time.monotonic()
         self._writer.publish()
         self._watch_writer(self._writer)
-        self._hub.send("harvest", self._progress(self._writer), patient=False)
+        is_left = not all(map(self._hub.is_connected, self._workers.values()))
+        progress = replace(self._progress(self._writer), is_left=is_left)
+        self._hub.send("harvest", progress, patient=False)
 
     def _watch_writer(self, writer: Writer) -> None:
         """Fail when the disk has, or the stages' readouts are of different rows."""

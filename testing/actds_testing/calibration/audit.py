@@ -168,9 +168,9 @@ def run_one(task: Task, **changes: Any) -> dict[str, Any]:
         return run_within(task)
     if task.scenario in DRAWN:
         return run_drawn(task)
+    from actds_testing.audit_tokens import arrow_source
     from actds_testing.calibration.parts import with_hooks
     from actds_testing.simulate import SCENARIOS, simulate
-    from actds_validators.audit.data import arrow_source
     from actds_validators.audit.result import Limits
     from actds_validators.audit.run import audit_sources
     from actds_validators.audit.verdict import judge

@@ -139,7 +139,7 @@ def run_one(task: Task) -> dict[str, Any]:
     """Make the losses of one run, audit it, and return what its tests and its verdict say."""
     import numpy as np
 
-    from actds_validators.audit.data import arrow_source
+    from actds_testing.audit_tokens import arrow_source
     from actds_validators.audit.result import Limits
     from actds_validators.audit.run import audit_sources
     from actds_validators.audit.verdict import judge

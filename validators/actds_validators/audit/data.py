@@ -179,7 +179,7 @@ def catalog_source(catalog: Catalog, run: str) -> RunSource:
     record = catalog.runs.get(run)
     known = {name: field.value for name, field in (record.fields if record else {}).items()}
     labels = {k: str(known[f]) for k, f in RUN_LABELS.items() if known.get(f) is not None}
-    return _source(run, parts, labels)
+    return source_of(run, parts, labels)
 
 
 def _local_part(catalog: Catalog, name: TableName, path: str) -> TablePart:
@@ -189,15 +189,7 @@ def _local_part(catalog: Catalog, name: TableName, path: str) -> TablePart:
     return TablePart(name, n_rows, path=local)
 
 
-def arrow_source(
-    run: str, given: Mapping[str, pa.Table], labels: Mapping[str, str] | None = None
-) -> RunSource:
-    every = {name: given.get(name, tables.empty(name)) for name in RUN_TABLES}
-    parts = {name: (TablePart(name, t.num_rows, table=t),) for name, t in every.items()}
-    return _source(run, parts, labels or {})
-
-
-def _source(
+def source_of(
     run: str, parts: Mapping[TableName, tuple[TablePart, ...]], labels: Mapping[str, str]
 ) -> RunSource:
     readouts = parts["readouts"]

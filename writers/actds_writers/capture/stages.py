@@ -279,12 +279,6 @@ class Stages:
     def waiting(self) -> frozenset[str]:
         return frozenset(self.handover.waiting)
 
-    @property
-    def is_settled(self) -> bool:
-        """Return whether nothing moves until the writer or the engine does something."""
-        staged = self.handover.depths[0]
-        return not self._narrow.depth and (not staged or "ring" in self.waiting)
-
     def introduce(self, facts: tuple[Fact, ...]) -> None:
         of_rings = (
             Fact("capture.ring_nbytes", self.ring_nbytes, "observed"),

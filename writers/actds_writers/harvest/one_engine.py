@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -204,9 +205,18 @@ class PieceFeed(Feed):
 @contextmanager
 def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Handle Ctrl-C and SIGTERM; only the main thread can, on another one nothing changes."""
+    # Within a second they are one: a job's end is for every process, and its script passes it on.
     is_main = threading.current_thread() is threading.main_thread()
     signals = (signal.SIGINT, signal.SIGTERM) if is_main else ()
-    before = {number: signal.signal(number, handle) for number in signals}
+    last = -math.inf
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        if time.monotonic() - last >= 1:
+            last = time.monotonic()
+            handle(number, frame)
+
+    before = {number: signal.signal(number, note) for number in signals}
     try:
         yield
     finally:
@@ -354,6 +364,9 @@ class Run:
             counted = self._pipeline.counted
             ended = counted is not None and counted.n_finished >= n_requests
             if counted and ended and self._pipeline.has_reached(counted.last_step):
+                return
+            if self._pipeline.written and self._pipeline.written.is_left:
+                self._observer.said("The engine is gone; steps on their way count as aborted.")
                 return
             time.sleep(0.02)
         self._observer.said(

@@ -620,10 +620,11 @@ class Hub:
 def process_arguments(name: str) -> tuple[Link, Any]:
     """Return link and settings of a process of a harvest, from its standard input.
 
-    Also sets up its log and the mask of its files; an interrupt is left to the command, which
-    decides when a harvest ends.
+    Also sets up its log and the mask of its files; Ctrl-C and SIGTERM are left to the command or
+    server, which decides when a harvest ends: the process ends when those it is linked to have.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(format=f"actds {name}: %(message)s", stream=sys.stderr)
     link, settings = pickle.load(sys.stdin.buffer)
     if link.settings.umask is not None:

@@ -622,6 +622,7 @@ class WriterProgress:
         memory_nbytes: bound on the memory of worker and writer.
         not_drawn: positions that the rules alone would store and the draw left out, by what they
             are: ``thinned``, or ``dropped`` under a drop policy with a reserve.
+        is_left: whether a worker of the engine is gone, so that no step will come.
     """
 
     n_rows: int
@@ -638,6 +639,7 @@ class WriterProgress:
     watched: WatchTotals | None = None
     not_drawn: Mapping[str, int] = field(default_factory=dict)
     of_run: RunInfo | None = None
+    is_left: bool = False
 
 
 @dataclass(frozen=True)
