@@ -73,7 +73,7 @@ class Cluster:
             env={**os.environ, **environment, **self.environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,  # scancel waits for a task that drains
         )
         assert result.returncode == 0, f"{words}: {result.stderr}"
         return result.stdout.strip()
