@@ -73,10 +73,16 @@ class Cluster:
             env={**os.environ, **environment, **self.environment},
             capture_output=True,
             text=True,
-            timeout=300,  # scancel waits for a task that drains
+            timeout=60,
         )
         assert result.returncode == 0, f"{words}: {result.stderr}"
         return result.stdout.strip()
+
+    def signal(self, task: str) -> None:
+        """Send SIGTERM to the script of a task, as ``--signal=B:TERM`` does."""
+        # It asks again until the task is another one, and fails when that is queued again.
+        words = ("scancel", "--batch", "--signal=TERM", task)
+        subprocess.run(words, env={**os.environ, **self.environment}, timeout=300)
 
     def jobs(self, array: str) -> dict[int, dict[str, Any]]:
         """Return the fields of each task of an array, those that ended too."""
