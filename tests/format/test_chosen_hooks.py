@@ -121,6 +121,14 @@ def test_a_check_counts_what_was_served_from_rows_of_other_hooks(tmp_path: Path)
     assert f"{n_lacking:,} of {n:,} positions ({share(n_lacking, n)})" in rules.sentence
 
 
+def test_a_server_that_nobody_called_lacks_no_hook(tmp_path: Path) -> None:
+    """A run with choices and without a request."""
+    path = make_dataset(tmp_path / "acts", schedule=simulate(0, 3), facts=FACTS)
+    audited = check(path).audit
+    assert audited is not None
+    assert {place.level for place in audited.result.places if place.name == "rules"} == {"PASS"}
+
+
 def test_what_writes_a_dataset_again_keeps_the_choice(
     datasets: tuple[Path, Path], tmp_path: Path
 ) -> None:
