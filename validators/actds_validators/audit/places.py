@@ -338,8 +338,8 @@ def _chosen_least(catalog: Catalog) -> tuple[str, int]:
     lacks = dict.fromkeys((hook.name for hook in catalog.genesis.hooks), 0)
     for run in filter(catalog.has_choices, catalog.runs_with_data):
         ranges, lines = RowRanges.of(catalog, run), catalog.table("requests", run)
-        owner, n_requests = ranges.row >> np.uint64(32), lines["request"].to_numpy().max(initial=0) + 1
-        n_rows = np.bincount(owner.astype(np.int64), ranges.length, n_requests)
+        owner = (ranges.row >> np.uint64(32)).astype(np.int64)
+        n_rows = np.bincount(owner, ranges.length, lines["request"].to_numpy().max(initial=0) + 1)
         for text in pc.unique(lines["hooks"].drop_null()).to_pylist():
             chosen = lines.filter(pc.equal(lines["hooks"], text))["request"].to_numpy()
             for hook in lacks.keys() - set(text.split(",")):
