@@ -45,14 +45,13 @@ class RecordedLayer:
     scheme: ClassVar[None] = None
 
     @cached_property
-    def _first(self) -> dict[tuple[str, int], tuple[int, int]]:
+    def _first(self) -> dict[tuple[str, int], list[int]]:
         """The lines of each request, from the first on: where, and how many."""
         names = ["run", "request"]
-        counts = self.lines.group_by(names, use_threads=False).aggregate([([], "count_all")])
-        sizes = counts["count_all"].to_numpy()
-        starts = (np.cumsum(sizes) - sizes).tolist()
-        keys = zip(counts["run"].to_pylist(), counts["request"].to_pylist(), strict=True)
-        return dict(zip(keys, zip(starts, sizes.tolist(), strict=True), strict=True))
+        rows = self.lines.select(names).append_column("row", pa.array(range(len(self.lines))))
+        of_group = rows.group_by(names).aggregate([("row", "min"), ("row", "count")])
+        groups = of_group.select([*names, "row_min", "row_count"]).to_pydict().values()
+        return {(run, number): of for run, number, *of in zip(*groups, strict=True)}
 
     def of(self, request: Request) -> pa.Table:
         """Return the lines of a request."""
