@@ -58,7 +58,7 @@ def ceph_lacks() -> str | None:
     return next((name for name in PROGRAMS if shutil.which(name) is None), None)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
         return port
@@ -73,7 +73,7 @@ def ceph(folder: Path) -> Iterator[int]:
     """
     folder.mkdir(parents=True, exist_ok=True)
     fsid, osd = str(uuid.uuid4()), str(uuid.uuid4())
-    mon, gateway = _free_port(), _free_port()
+    mon, gateway = free_port(), free_port()
     settings = folder / "ceph.conf"
     settings.write_text(SETTINGS.format(fsid=fsid, folder=folder, mon=mon, gateway=gateway))
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CEPH_ARGS")}

@@ -6,13 +6,14 @@ import getpass
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from actds_testing.ceph import free_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol", "scancel")
 START_TIMEOUT_S = 60
@@ -52,12 +53,6 @@ PartitionName=first Nodes=ALL MaxTime=INFINITE PriorityTier=2 PreemptMode=OFF
 def slurm_lacks() -> str | None:
     """Return which program of Slurm this machine lacks, None when it has all of them."""
     return next((name for name in PROGRAMS if shutil.which(name) is None), None)
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 class Cluster:
@@ -107,7 +102,7 @@ def slurm(folder: Path) -> Iterator[Cluster]:
     key, settings = folder / "munge.key", folder / "slurm.conf"
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)
-    ports = {"controller": _free_port(), "node": _free_port()}
+    ports = {"controller": free_port(), "node": free_port()}
     settings.write_text(SETTINGS.format(folder=folder, user=getpass.getuser(), **ports))
     of_munge = [f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")]
     cluster = Cluster(folder)

@@ -158,8 +158,8 @@ def test_every_server_has_settings_that_are_taken_and_time_to_end() -> None:
         assert patience_s >= 2 * int(option(words, "--shutdown-timeout")) > 0, kind
 
 
-def test_systemd_leaves_the_writer_alone() -> None:
-    # A signal to all processes of the unit would end the writer before it has committed.
+def test_systemd_signals_the_server_alone() -> None:
+    # A signal to all processes of the unit would end the engine before it has drained.
     assert "\nKillMode=mixed\n" in (DEPLOY / "actds-vllm.service").read_text()
 
 
