@@ -115,7 +115,7 @@ def test_a_signal_to_every_process_of_a_job_leaves_what_was_computed(
     assert process.returncode in (1, 4) and "--resume" in stderr, stderr
     first = h.validated(out)
     assert "still behind" not in stderr and first.n_rows, stderr
-    resumed = h.harvest_alone(out, model, prompts, *ALONE, "--max-tokens", "48", "--resume")
+    resumed = h.harvest_alone(out, model, prompts, *OPTIONS, "--max-tokens", "48", "--resume")
     assert len(resumed.runs) == 2
 
 
